@@ -1,4 +1,4 @@
-"""Values of arrays that are known while a program is traced."""
+"""Values of arrays that are concrete at trace time."""
 
 import jax
 import numpy as np
@@ -7,11 +7,11 @@ from jax.core import Tracer
 
 
 def concrete(x: Array | np.ndarray) -> np.ndarray | None:
-    """The values of `x` if they are known now, None under a transformation."""
+    """The values of `x` if they are concrete, None if they are traced."""
     if isinstance(x, Tracer):
         return None
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return None
     values = np.asarray(x)
-    # Differences of unsigned numbers never fall below zero.
+    # Differences of unsigned integers never fall below zero.
     return values.astype(np.int64) if values.dtype.kind == "u" else values

@@ -1,9 +1,8 @@
-"""The cost model of all ops: what a Hopper GPU does in a clock cycle.
+"""The cost model of all ops: throughput of a Hopper GPU per clock cycle.
 
 Heuristics and the choice between a kernel and XLA (`tuned_configs.declines`) count in
-clock cycles of one multiprocessor. What is particular to one op stands in its
-``config.py``; what ops share stands here once. All numbers were measured on an H200, to
-a few percent.
+clock cycles of one multiprocessor. Constants of a single op are in its ``config.py``;
+shared ones are here. All numbers were measured on an H200, to a few percent.
 """
 
 from pallas_kernels.mosaic import DeviceSpec
@@ -22,18 +21,18 @@ __all__ = [
 ]
 
 TENSOR_CORE = 2048
-"""Multiply-adds of 16-bit operands a cycle."""
+"""Multiply-adds of 16-bit operands per cycle."""
 L2_BANDWIDTH = 48
-"""Bytes a cycle from the L2 cache to one multiprocessor."""
+"""Bytes per cycle from the L2 cache to one multiprocessor."""
 HBM_BANDWIDTH = 2300
-"""Bytes a cycle from memory to all multiprocessors."""
+"""Bytes per cycle from memory to all multiprocessors."""
 TILE_OVERHEAD = 2000
-"""Cycles to fill the ring of a matrix product once and to store a tile."""
+"""Cycles to fill the ring of a matmul once and to store a tile."""
 LEAST_BUSY = 0.83
-"""Share of the GPU that whole tiles must keep busy; below, cuBLAS wins, which also
-splits the sums."""
+"""Fraction of the GPU that whole tiles must keep busy; below, cuBLAS wins, which also
+has split-K."""
 NOISE = 0.02
-"""Measured times differ by as much from run to run."""
+"""Noise of measured times between runs."""
 
 
 def waves(tiles: int, device: DeviceSpec) -> int:
@@ -44,13 +43,13 @@ def waves(tiles: int, device: DeviceSpec) -> int:
 def step_cycles(
     rows: float, columns: float, nbytes: float, tensor_core: float = TENSOR_CORE
 ) -> float:
-    """Cycles of one index of the sums of a tile: tensor cores or the L2 are the bound.
+    """Cycles per contracted index of a tile: bound by tensor cores or the L2.
 
     Args:
-        rows: of the tile.
-        columns: of the tile.
-        nbytes: what is read for it.
-        tensor_core: multiply-adds a cycle.
+        rows: rows of the tile.
+        columns: columns of the tile.
+        nbytes: bytes read per index.
+        tensor_core: multiply-adds per cycle.
 
     Example:
         >>> step_cycles(128, 256, 2 * (128 + 256))
@@ -60,5 +59,5 @@ def step_cycles(
 
 
 def busy_share(results: int, tiles: int, tile_area: int, device: DeviceSpec) -> float:
-    """Share of the GPU that has results to compute, in whole waves of tiles."""
+    """Fraction of the GPU with useful work, in whole waves of tiles."""
     return results / (waves(tiles, device) * device.num_sms * tile_area)

@@ -1,8 +1,8 @@
-"""The only fallback loop: every public op hands its implementations to `dispatch`.
+"""The only fallback loop: every public op passes its implementations to `dispatch`.
 
-Two kinds of failure are kept apart. `Unsupported` means "not this implementation, try
-the next one"; `ValueError` and `TypeError` mean that the caller made a mistake, and
-leave the loop at once.
+There are two kinds of failure. `Unsupported` means "not this implementation, try the
+next one"; `ValueError` and `TypeError` mean that the caller made a mistake, and leave
+the loop at once.
 """
 
 import functools
@@ -32,7 +32,7 @@ _logged: set[tuple[str, str, str]] = set()
 class Unsupported(NotImplementedError):
     """An implementation cannot serve these arguments on this device.
 
-    The message says what was asked, what is supported, and what to do.
+    The message says what was requested, what is supported, and what to do.
     """
 
 
@@ -47,9 +47,9 @@ def dispatch(
 ) -> Any:
     """Runs the first implementation that supports the arguments.
 
-    The choice is logged at INFO, on the logger "pallas_kernels", with why the
-    implementations tried before were not taken: once per op, implementation and reason,
-    where reasons that differ in numbers alone count as one.
+    The choice is logged at INFO, on the logger "pallas_kernels", with the reasons why
+    the implementations before it were not taken: once per op, implementation and
+    reason, where reasons that differ only in numbers count as one.
 
     Args:
         op_name: name of the op, for messages.
@@ -57,8 +57,8 @@ def dispatch(
         implementation: None tries all in their order; a name runs that one, and its
             `Unsupported` reaches the caller; a sequence of names tries those in order.
         *args: positional arguments of the implementation.
-        declines: for some names a function that says why ``implementation=None`` passes
-            over them although they may support the arguments, or None:
+        declines: for some names a function that says why ``implementation=None`` skips
+            them although they may support the arguments, or None: see
             `pallas_kernels.tuned_configs.declines`.
         **kwargs: keyword arguments of the implementation.
 
@@ -148,7 +148,7 @@ def no_config(op_name: str, config: Any, name: str = "XLA") -> None:
 def no_derivative[T](
     arrays: T, message: str, error: type[Exception] = NotImplementedError
 ) -> T:
-    """The arrays, by which nothing may be differentiated.
+    """The arrays, with an error on any attempt to differentiate by them.
 
     Args:
         arrays: operands of an op that has no derivative, a pytree.
@@ -178,7 +178,7 @@ _FLOATING = ("bfloat16", "float16", "float32", "float64")
 
 
 def check_floating(**dtypes: Any) -> None:
-    """Refuses numbers that an op would truncate, or whose gradients would be zero.
+    """Refuses types that an op would truncate, or whose gradients would be zero.
 
     Args:
         **dtypes: type of each argument, by its name.
@@ -216,7 +216,7 @@ def _reasons(names: Sequence[str], errors: Sequence[Unsupported]) -> str:
 
 
 def _log_once(op_name: str, name: str, reasons: str) -> None:
-    # Each shape of a model gives other numbers.
+    # Numbers differ with each shape of a model.
     choice = op_name, name, re.sub(r"\d+", "0", reasons)
     if choice not in _logged:
         _logged.add(choice)

@@ -1,8 +1,7 @@
-"""Ops on meshes: nothing partitions a kernel, so it runs where arrays are local.
+"""Ops on meshes: the compiler does not partition kernels, so they need local arrays.
 
-The compiler does not know how to split a kernel. Inside `jax.shard_map` over all mesh
-axes a kernel sees the arrays of one device, and all is well. Elsewhere it depends on
-the type of the axes:
+Inside `jax.shard_map` over all mesh axes a kernel sees the arrays of one device, as it
+must. Elsewhere it depends on the type of the axes:
 
 - *Explicit*: the types of the operands say how they are split. `by_shards` runs the op
   in a `jax.shard_map` of its own, each device on its shards of the independent
@@ -10,10 +9,11 @@ the type of the axes:
 - *Auto*: the compiler splits the operands after tracing. `check_local` makes the kernel
   decline, and XLA computes the op.
 
-An op calls `by_shards` once, in its public function, and each of its kernels
-`check_local`. The layers of jaxscale have functions of their own for shards, which cut
-by the rules of logical axes, on Auto axes too, and may communicate. An op called in one
-of these finds all axes Manual, and `by_shards` has nothing to do.
+An op calls `by_shards` once, in its public function, and `check_local` in each of its
+kernels. The layers of jaxscale have their own functions for shards
+(`jaxscale.sharding.shards`), which split by the rules of logical axes, on Auto axes
+too, and may communicate. An op called in one of these finds all axes Manual, and
+`by_shards` does nothing.
 """
 
 import math
@@ -37,11 +37,11 @@ def current_mesh(arrays: Sequence[jax.Array]) -> AbstractMesh:
 
 
 def check_local(op_name: str, *arrays: jax.Array | None) -> None:
-    """Refuses arrays that are not those of one device.
+    """Refuses arrays that may be split over devices.
 
     Args:
         op_name: name of the op, for messages.
-        *arrays: all operands; None stands for one that was not given.
+        *arrays: all operands; None for one that is not given.
 
     Raises:
         Unsupported: the compiler may split them over several devices.
@@ -67,19 +67,19 @@ def by_shards[R](
 ) -> Callable[..., R]:
     """`fn` or, on an Explicit mesh, `fn` run by each device on its own shards.
 
-    A dimension has one letter in all arrays that share it. A lower-case letter is a
-    dimension along which the op is independent, so that a device computes its part of
-    the result from its part of the operands; other dimensions must be whole. What is
-    split otherwise is gathered.
+    A dimension has the same letter in all arrays that share it. The op is independent
+    along lower-case dimensions: a device computes its part of the result from its part
+    of the operands. Other dimensions must be whole; if they are split, they are
+    gathered.
 
     Args:
         fn: a function of arrays.
-        args: its arguments; None stands for one that was not given.
+        args: its arguments; None for one that is not given.
         dims: a letter for each dimension of each argument.
         out_dims: a letter for each dimension of the result, or a pytree of such strings
             like the result.
-        gather: False gives `fn` as it is where a dimension that must be whole is split:
-            for what XLA computes without a gather.
+        gather: False returns `fn` as it is if a dimension that must be whole is split:
+            for ops that XLA computes without a gather.
 
     Returns:
         A function of `args` with the results of `fn`, split as the operands are.
@@ -168,7 +168,7 @@ def _split(arrays: Sequence[jax.Array], dims: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_whole(x: jax.Array, letters: str) -> bool:
-    """True if no dimension is split that must be whole."""
+    """True if no dimension that must be whole is split."""
     spec = jax.typeof(x).sharding.spec
     return all(
         entry is None or letter.islower()

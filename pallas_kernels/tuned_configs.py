@@ -1,4 +1,4 @@
-"""Configs of kernels: where they come from.
+"""Kernel configs: where they come from.
 
 A config is looked up in this order: the one given by the caller, that of an enclosing
 ``with override(op, config)``, the table ``tuned/<device>.json``, a heuristic. Tables
@@ -38,7 +38,7 @@ __all__ = [
     "tuned_entry",
 ]
 
-# Part of the key under which `jax.jit` finds what it has compiled; hence hashable.
+# Part of the cache key of `jax.jit`; hence hashable.
 _overrides: Any = jax.make_user_context(())
 
 
@@ -68,9 +68,10 @@ class TunedEntry:
 
 @contextlib.contextmanager
 def override(op_name: str, config: Any) -> Iterator[None]:
-    """Uses `config` for every call of an op inside the block that names none itself.
+    """Uses `config` for every call of an op inside the block without a config of its
+    own.
 
-    A function that `jax.jit` has compiled outside of the block is traced again in it.
+    Functions that `jax.jit` has compiled outside of the block are retraced in it.
 
     Args:
         op_name: name of the op, for example "matmul".
@@ -122,7 +123,7 @@ def lookup[C](
         key: the problem as in the table, for example ``m=4096 n=8192 k=4096 bf16``.
         device: whose table to read; None reads none.
         config_type: the op's config class.
-        config: what the caller asked for, if anything.
+        config: the caller's config, if any.
         heuristic: called when nothing else is known.
 
     Returns:
@@ -152,14 +153,15 @@ def hopper_config[C](
     config: C | None,
     heuristic: Callable[[Any, DeviceSpec], C],
 ) -> tuple[DeviceSpec, C]:
-    """Finds how the Hopper kernel of an op serves a call: the device and the config.
+    """Finds the device and the config of an op's Hopper kernel for a call.
 
-    Args are those of `lookup`, but for all operands, the problem with its `key`, and
-    `check`, which raises `Unsupported` for a problem that the kernel does not take.
+    The arguments are those of `lookup`, and also all operands, the problem with its
+    `key`, and `check`, which raises `Unsupported` if the kernel does not support the
+    problem.
 
     Raises:
         Unsupported: there is no Hopper GPU, the compiler may split the arrays, or the
-            kernel does not take the problem.
+            kernel does not support the problem.
         ValueError: as `lookup`.
     """
     device = check_hopper(device, op_name)
@@ -178,7 +180,7 @@ def hopper_config[C](
 
 @runtime_checkable
 class Problem(Protocol):
-    """Sizes of a call of an op, as the choice of an implementation sees them."""
+    """Sizes of a call of an op, by which an implementation is chosen."""
 
     @property
     def key(self) -> str:
@@ -193,20 +195,20 @@ class Problem(Protocol):
 def declines(
     op_name: str, problem: Problem, device: DeviceSpec | None, config: Any = None
 ) -> str | None:
-    """Say why the kernel of an op is expected to lose to XLA, or None: the one choice.
+    """Say why an op's kernel is expected to be slower than XLA, or None.
 
-    What was measured on the device decides: a kernel may lose by the noise of
-    measurements, 2%. For problems that are not in the table the cost model does. A
+    The table of tuned problems decides: a kernel may be 2% slower, the noise of
+    measurements. For problems that are not in the table the cost model decides. A
     config, given or by `override`, asks for the kernel.
 
     Args:
         op_name: name of the op in the tables.
         problem: what to compute.
-        device: where; without one the kernel says itself that it needs one.
-        config: what the caller gave.
+        device: the GPU; without one the kernel itself raises.
+        config: the caller's config.
 
     Returns:
-        A reason for `pallas_kernels.dispatch.dispatch` to pass over the kernel.
+        A reason for `pallas_kernels.dispatch.dispatch` to skip the kernel.
 
     Raises:
         ValueError: the table is malformed.
@@ -225,7 +227,7 @@ def declines(
 
 
 def tuned_entry(op_name: str, key: str, device: DeviceSpec) -> TunedEntry | None:
-    """The row of a problem in the table of a device, or None.
+    """The table entry of a problem on a device, or None.
 
     Raises:
         ValueError: the table is malformed.

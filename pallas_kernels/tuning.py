@@ -1,13 +1,13 @@
-"""The tuner: it measures configs of kernels and writes the table of a device.
+"""The tuner: it times kernel configs and writes the table of a device.
 
-The table is written on that device by
+Run it on that device:
 
     python -m pallas_kernels.tuning matmul
     python -m pallas_kernels.tuning collective_matmul --only llama70b_qkv tp=4
 
 and `pallas_kernels.tuned_configs` reads it. Several tuners can share GPUs and a table:
-where ``PALLAS_KERNELS_TUNING_LOCK`` names a file, they lower side by side and measure
-one after another.
+if ``PALLAS_KERNELS_TUNING_LOCK`` names a file, they lower in parallel and measure one
+after another.
 """
 
 import argparse
@@ -50,7 +50,7 @@ _L2_BYTES = 60e6
 _MOST_SETS = 64
 
 IDLE_SHARE: float = 6
-"""`Tunable.IDLE_SHARE` for the clock of a GPU that is cool."""
+"""`Tunable.IDLE_SHARE` that keeps the GPU cool and its clock high."""
 
 
 @runtime_checkable
@@ -58,10 +58,10 @@ class Tunable(Protocol):
     """Interface of a module ``pallas_kernels.<op>.tunable``, for the tuner."""
 
     IDLE_SHARE: float
-    """Pause after a measurement, as a multiple of the time that the GPU was busy."""
+    """Pause after a measurement, relative to the time that the GPU was busy."""
 
     def problems(self) -> Mapping[str, Any]:
-        """Problems, whose `key` is that of the table, by what they are called."""
+        """Problems by name; their `key` is that of the table."""
         ...
 
     def candidates(self, problem: Any, device: DeviceSpec) -> Sequence[Any]:
@@ -79,21 +79,21 @@ class Tunable(Protocol):
         ...
 
     def baseline(self, problem: Any) -> Callable[..., jax.Array]:
-        """The XLA implementation, which also says what is right."""
+        """The XLA implementation, which is also the reference for the values."""
         ...
 
     def time_us(
         self, fn: Callable[..., Any], *args: Any, iterations: int
     ) -> list[float]:
-        """Time of each of several calls of a compiled function, in microseconds."""
+        """Times of several calls of a compiled function, in microseconds."""
         ...
 
 
 def _rotation(args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """The operands and copies of them, which together pass through the L2 twice.
+    """The operands and copies of them, together twice the size of the L2.
 
-    A step of decoding reads each weight once: a kernel that finds it in the L2 because
-    it ran before on the same operands is timed wrongly.
+    A decode step reads each weight once: a kernel that finds it in the L2 because it
+    ran on the same operands before is timed wrongly.
     """
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(args))
     wanted = 1 if nbytes >= 2 * _L2_BYTES else int(2 * _L2_BYTES // max(nbytes, 1)) + 1
@@ -102,7 +102,7 @@ def _rotation(args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 
 
 class _Rotating:
-    """Calls a function on the next set of operands; `Cupti` takes it for jitted."""
+    """Calls a function on the next set of operands; looks jitted to `Cupti`."""
 
     def __init__(self, fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> None:
         self.fn, self.sets = fn, itertools.cycle(sets)
@@ -118,12 +118,12 @@ class _Rotating:
 
 
 def device_time_us(fn: Callable[..., Any], *args: Any, iterations: int) -> list[float]:
-    """Device time of each of several calls of a jitted function, in microseconds.
+    """Device times of several calls of a jitted function, in microseconds.
 
     Args:
-        fn: what is timed; jitted or compiled.
-        *args: its operands. The calls take them and copies of them in turn, so that
-            each finds its own in memory, not in the L2.
+        fn: the function to time; jitted or compiled.
+        *args: its operands. The calls use them and copies of them in turn, so that each
+            reads its own from memory, not from the L2.
         iterations: calls; at least one for each set of operands is made.
     """
     from jax.experimental.mosaic.gpu import profiler
@@ -145,7 +145,7 @@ def _line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _turn(*, alone: bool) -> Iterator[None]:
-    """Waits for other tuners: side by side to prepare, alone to measure."""
+    """Waits for other tuners: preparation is shared, measurement exclusive."""
     path = os.environ.get("PALLAS_KERNELS_TUNING_LOCK")
     if not path:
         yield
@@ -175,12 +175,12 @@ class _Prepared:
 def _prepare(
     tunable: Tunable, problem: Any, device: DeviceSpec, pool: ThreadPoolExecutor
 ) -> _Prepared:
-    """Draws operands, lowers all programs and begins to compile the candidates.
+    """Makes operands, lowers all programs and starts to compile the candidates.
 
-    Only compilers of candidates are at work when this returns, in the threads of
-    `pool`, so that another problem can be timed meanwhile. Lowering would disturb it: a
-    program of 30 ms seems to take 5 ms longer where its caller has to wait for the
-    interpreter's lock. So would the baseline, whose products XLA tries out on the GPU.
+    When this returns, only compilers of candidates run, in the threads of `pool`, so
+    that another problem can be timed at the same time. Lowering would disturb it: a
+    program of 30 ms seems to take 5 ms longer if its caller waits for the GIL. So would
+    the baseline, whose matmuls XLA autotunes on the GPU.
     """
     args = tunable.arguments(problem)
     baseline = pool.submit(jax.jit(tunable.baseline(problem)).lower(*args).compile)
@@ -204,7 +204,7 @@ def _prepare(
 def _working(
     prepared: _Prepared, report: Callable[[str], None]
 ) -> dict[Any, Callable[..., jax.Array]]:
-    """The candidates, run once, that work and give the right values."""
+    """The candidates that run and give the right values."""
     want = prepared.baseline(*prepared.args).astype(jnp.float32)
     scale = jnp.max(jnp.abs(want))
     for line in prepared.skipped:
@@ -236,21 +236,21 @@ def tune(
 ) -> TunedEntry | None:
     """Times the candidates of a problem on the GPU and returns the fastest.
 
-    All candidates are timed once, the best ones again, interleaved with XLA in a random
-    order, with pauses: the clock of a busy GPU falls within a tenth of a second, and
-    without them what runs first would win.
+    All candidates are timed once, the best ones again, interleaved with XLA in random
+    order, with pauses: the clock of a busy GPU drops within a tenth of a second, and
+    without pauses whatever runs first would win.
 
     Args:
         tunable: the op.
         problem: one of its problems.
-        device: the GPU at hand.
-        finalists: candidates that reach the second part.
-        rounds: repetitions of the second part.
+        device: the GPU of this machine.
+        finalists: candidates that reach the second phase.
+        rounds: repetitions of the second phase.
         iterations: calls in each repetition.
         report: called with each line to show.
 
     Returns:
-        The entry, or None where no candidate works.
+        The entry, or None if no candidate works.
     """
     with _compilers() as pool:
         prepared = _prepare(tunable, problem, device, pool)
@@ -264,7 +264,7 @@ def tune(
 
 
 def _compilers() -> ThreadPoolExecutor:
-    """Threads that leave cores to the one that measures."""
+    """Compiler threads, which leave cores to the measuring thread."""
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2))
 
 
@@ -276,7 +276,7 @@ def _measure(
     iterations: int = 10,
     report: Callable[[str], None] = print,
 ) -> TunedEntry | None:
-    """The part of `tune` that needs the GPU for itself."""
+    """The part of `tune` that needs exclusive use of the GPU."""
     tunable, baseline = prepared.tunable, prepared.baseline
     good = _working(prepared, report)
     if not good:
@@ -340,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with _compilers() as pool:
         following = None
         for name, later in itertools.pairwise([None, *wanted, None]):
-            # Lets go of the one before: at most two problems have operands.
+            # Releases the previous one: at most two problems hold operands.
             prepared = following
             following = None
             if later is not None and time.monotonic() <= end:
@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _attempt(
     tunable: Tunable, problem: Any, device: DeviceSpec, pool: ThreadPoolExecutor
 ) -> _Prepared | str:
-    """The prepared problem, or why there is none, which must not end the run."""
+    """The prepared problem, or the reason of a failure, which must not end the run."""
     try:
         with _turn(alone=False):
             return _prepare(tunable, problem, device, pool)

@@ -17,32 +17,32 @@ __all__ = ["COMMANDS", "UsageError", "main"]
 
 COMMANDS = {
     "quickstart": "train a small model on real text, restore, prune, serve, report",
-    "train": "train a named run or a model that has weights; settings are options",
-    "prune": "prune a trained model, train it under the masks, report",
+    "train": "train a preset from scratch, or fine-tune a pretrained model",
+    "prune": "prune a trained model, fine-tune it under the masks, report",
     "export": "write the model of a run as a Hugging Face directory",
     "generate": "continue a prompt with a trained or a downloaded model",
-    "serve": "answer calls in the form of OpenAI's API with a model",
-    "supervise": "run a command as the processes of a job, and start it again",
-    "executor": "start and watch the processes of a supervised job on a host",
-    "diagnose": "find the device of a host or a job that is slow, wrong or stuck",
-    "plan": "choose how GPUs share a training step, by estimates",
-    "report": "show what a run did, as one page, also while it goes on",
-    "schedule": "check and draw a pipeline schedule",
-    "bench-serve": "send load to an OpenAI-compatible server and measure",
+    "serve": "start an OpenAI-compatible HTTP server for a model",
+    "supervise": "run a command as the processes of a job; restart it after faults",
+    "executor": "start and watch the processes of a supervised job on one host",
+    "diagnose": "find devices that are slow, stuck or compute wrong values",
+    "plan": "rank parallelism layouts of a training step by estimated time",
+    "report": "show a finished or running run as one HTML page",
+    "schedule": "verify and draw a pipeline-parallel schedule",
+    "bench-serve": "benchmark an OpenAI-compatible server under load",
 }
-"""A line of description for each command."""
+"""One line of description per command."""
 
 _EXTRAS = {"quickstart": "quickstart", "serve": "serve", "bench-serve": "serve"}
 _COLUMN = 2 + max(map(len, COMMANDS))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that `arguments` name, by default those of the process.
+    """Run the command that `arguments` name, by default ``sys.argv``.
 
     Returns:
-        The exit code: 0 when all went well, 2 for a mistake in the arguments, which is
-        explained on standard error, 3 for a run that diverged, 4 for a job that its
-        supervisor has given up, 130 after Ctrl-C; otherwise that of the command.
+        The exit code: 0 for success, 2 for a mistake in the arguments, which standard
+        error explains, 3 for a run that diverged, 4 for a job that its supervisor has
+        given up, 130 after Ctrl-C; otherwise that of the command.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _failed(error: Exception, code: int) -> int:
-    """The exit code, from where a supervised process does not come back."""
+    """Return the exit code; a supervised process exits here and does not return."""
     from jaxscale.supervision import leave
 
     leave(code, error)

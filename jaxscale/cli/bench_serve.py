@@ -1,4 +1,4 @@
-"""``jaxscale bench-serve --url URL``: load on a server, and what its clients see."""
+"""``jaxscale bench-serve --url URL``: benchmark a server under load."""
 
 import dataclasses
 import json
@@ -17,29 +17,29 @@ _KEY = "OPENAI_API_KEY"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchServeConfig(LoadConfig):
-    """The load of ``jaxscale bench-serve``, and the files for its figures."""
+    """The workload of ``jaxscale bench-serve``, and the files for its results."""
 
     output: str | None = None
-    """A JSON file for all figures and all requests."""
+    """JSON file for the summary metrics and the record of each request."""
     report: str | None = None
-    """An HTML file with the figures and plots."""
+    """HTML file with the metrics and plots."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command.
 
     Returns:
-        0, or 1 where not all requests were answered.
+        0, or 1 if a request was not answered.
 
     Raises:
-        UsageError: there is no server, or it cannot be asked.
+        UsageError: no server answers, or it cannot be benchmarked.
     """
     config = parse(
         BenchServeConfig,
         arguments,
         prog="jaxscale bench-serve",
-        description="Send requests to any OpenAI-compatible server and measure. A key "
-        f"is taken from the environment, as {_KEY}.",
+        description="Benchmark any OpenAI-compatible server under load. The API "
+        f"key is read from the environment variable {_KEY}.",
     )
     try:
         with usage_errors():

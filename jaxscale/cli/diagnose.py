@@ -1,4 +1,4 @@
-"""``jaxscale diagnose``: which device of this host, or of a job, is slow or wrong."""
+"""``jaxscale diagnose``: find slow or faulty devices of this host or of a job."""
 
 import dataclasses
 import json
@@ -28,11 +28,11 @@ class DiagnoseCommand(DiagnoseConfig):
     """The options of ``jaxscale diagnose``."""
 
     host: bool = True
-    """Also check that files and sums of this host are right."""
+    """Also check the disk and the CPU arithmetic of this host."""
     directory: Path = Path(tempfile.gettempdir())
-    """Where files are tried."""
+    """Directory for the disk check."""
     json: str = ""
-    """File for all figures, or - for standard output in place of the table."""
+    """JSON file for all measurements, or - for standard output instead of the table."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         DiagnoseCommand,
         arguments,
         prog="jaxscale diagnose",
-        description="Measure products, memory and links of the devices, check what "
+        description="Measure matmuls, memory and links of the devices, check what "
         "they compute, and name the one that is slow, wrong or stuck. Exits with 1 if "
         "there is one.",
     )
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def table(found: Diagnosis) -> str:
-    """What was measured, a row for each device, and a line for each collective."""
+    """The measurements: a row per device, then a line per collective."""
     rows = [["device", *_COLUMNS, "results"]]
     wrong = {i for finding in found.findings for i in finding.devices}
     for device in found.devices:

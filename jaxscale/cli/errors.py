@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 
 class UsageError(Exception):
-    """The user asked for something impossible; the message says what to change."""
+    """A mistake in the arguments; the message says what to change."""
 
 
 class RunFailed(Exception):
@@ -19,16 +19,16 @@ class RunFailed(Exception):
 
 
 DIVERGED = 3
-"""Exit code of a run whose updates were not finite any more."""
+"""Exit code of a run that diverged: its updates stopped being finite."""
 NOT_WRITTEN = 4
 """Exit code of a run that could not write a checkpoint."""
 WRONG_VALUES = 5
-"""Exit code of a run in which a device held other values than its replicas."""
+"""Exit code of a run in which a device's values differed from its replicas."""
 
 
 @contextlib.contextmanager
 def training_errors() -> Iterator[None]:
-    """Report in a line how a run can end that is no defect of the program."""
+    """Report in one line the failures of a run that are not defects of the program."""
     from jaxscale.training import (
         CheckpointNotWritten,
         DamagedCheckpoint,
@@ -60,7 +60,7 @@ def training_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Report the errors by which the library rejects settings as mistakes of usage.
+    """Turn the errors with which the library rejects settings into `UsageError`.
 
     It wraps what is checked before work begins. An error after that is a defect or a
     failure of the machine, and keeps its traceback.

@@ -1,4 +1,4 @@
-"""``jaxscale executor``: the part of the supervisor on a host of several."""
+"""``jaxscale executor``: the supervisor's agent on each host of a multi-node job."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ class ExecutorCommand:
     """The options of ``jaxscale executor``."""
 
     driver: str
-    """Where the driver listens, host:port: its `--supervise.address`."""
+    """Address of the driver, host:port: its `--supervise.address`."""
     name: str = ""
-    """Name of this host; by default the one that it has. Each needs its own."""
+    """Name of this host, unique in the job; by default its host name."""
     grace: float = 300.0
-    """Seconds to wait for a driver that is not there, before the processes save and
-    leave."""
+    """Seconds to wait for a lost driver before the processes save a checkpoint and
+    exit."""
 
     def __post_init__(self) -> None:
         check_positive(self, "grace")

@@ -19,17 +19,17 @@ class ExportCommand:
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """The output directory of a run."""
     target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """The new directory: config.json, safetensors and tokenizer, as transformers and
-    this library read them."""
+    """The new directory: config.json, safetensors and tokenizer, for transformers and
+    for this library."""
     step: int | None = None
     """Step of the checkpoint; the newest by default."""
     param_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of the parameters in the files; by default that of the run."""
+    """Data type of the parameters in the files; by default that of the run."""
     max_shard_gb: float = 5.0
-    """Size at which another file is begun, in GB."""
+    """Maximum size of a safetensors file, in GB."""
     checksums: bool = True
-    """Write checksums.sha256 too, with which this library compares what it reads: all
-    bytes of the weights, once at each start."""
+    """Also write checksums.sha256, against which this library verifies all bytes of the
+    weights at each start."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments,
         prog="jaxscale export",
         description="Write the model of a run as a Hugging Face directory, and check "
-        "it by reading it back. Adapters are merged; what pruning took is zero.",
+        "it by reading it back. Adapters are merged; pruned weights are zero.",
     )
     with usage_errors():
         written = export(

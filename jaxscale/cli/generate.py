@@ -34,7 +34,7 @@ from jaxscale.training.config import MAX_SEED
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """The model of ``jaxscale generate``, its prompts, and how tokens are drawn."""
+    """The model of ``jaxscale generate``, its prompt, and how tokens are sampled."""
 
     source: Annotated[str, tyro.conf.arg(name="from", metavar="DIR")]
     """The output directory of a run, a Hugging Face directory with config.json,
@@ -42,31 +42,31 @@ class GenerateConfig:
     prompt: str
     """The text to continue."""
     max_new_tokens: int = 64
-    """Tokens to add at most; the model may end the text before."""
+    """Maximum number of tokens to generate; the model may stop earlier."""
     temperature: float = 0.8
-    """0 takes the likeliest token each time; 1 draws from the model's distribution."""
+    """Sampling temperature: 0 is greedy, 1 samples from the model's distribution."""
     top_k: int | None = None
-    """Draw from this many likeliest tokens only."""
+    """Sample from the k most likely tokens only."""
     top_p: float | None = None
-    """Draw from the likeliest tokens that together have this probability only."""
+    """Sample from the most likely tokens whose total probability is top_p (nucleus)."""
     seed: int = 0
-    """Decides what is drawn."""
+    """Random seed of the sampling."""
     step: int | None = None
     """Step of the checkpoint of a run; the newest by default."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of the computation; by default that of the run or of the file."""
+    """Data type of the computation; by default that of the run or of the file."""
     quantization: Literal["int8", "fp8"] | None = None
-    """Weights of 8 bits with a scale for each output feature."""
+    """Quantize the weights to 8 bits, with one scale per output feature."""
     mesh: MeshConfig = MeshConfig()
-    """Mesh of devices for a model that is too large for one."""
+    """Device mesh, for a model that is too large for one device."""
     rules: str = "fsdp_tp"
-    """Sharding rules, by the name of a preset."""
+    """Name of a preset of sharding rules."""
     sparse: bool = True
-    """Compute only what a model keeps that was pruned tile-wise; otherwise all of it,
-    zeros included."""
+    """Run a tile-wise pruned model with sparse kernels; otherwise dense, zeros
+    included."""
     tensor_parallel: Literal["fused", "xla"] | None = None
-    """Communication over the mesh axis `tensor`: kernels that multiply meanwhile,
-    XLA's collectives written out, or the compiler as it sees fit (None)."""
+    """How tensor parallelism communicates: fused (overlapped matmul + collective
+    kernels), xla (explicit XLA collectives), None (the compiler chooses)."""
     devices: int | None = None
     """Simulate this many CPU devices instead of using those of the machine."""
 
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def complete(config: GenerateConfig) -> str:
-    """The text that the model adds to the prompt.
+    """The model's continuation of the prompt.
 
     Raises:
         UsageError: there is no model, or it cannot do what is asked.
@@ -167,7 +167,7 @@ def _ends(config: GenerateConfig, tokenizer: Tokenizer, model: Decoder) -> list[
 
 
 def _mesh(config: MeshConfig) -> Mesh:
-    """The mesh on just as many devices as it needs."""
+    """The mesh on exactly the devices that it needs."""
     sizes = [getattr(config, axis) for axis in sharding.MESH_AXES]
     needed = None if -1 in sizes else math.prod(sizes)
     return sharding.make_mesh(config, jax.devices()[:needed])

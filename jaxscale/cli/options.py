@@ -28,7 +28,7 @@ def parse[C](
     description: str,
     default: C | None = None,
 ) -> C:
-    """The `kind` that `arguments` describe; ends the process on ``--help``.
+    """Parse `arguments` into a `kind`; ``--help`` ends the process.
 
     Fields of dataclasses are options, those of nested ones have dotted names. An
     unknown option or a value of the wrong type ends the process with code 2 and says
@@ -100,12 +100,12 @@ def _default(field: dataclasses.Field[Any], instance: Any) -> Any:
 
 
 def field_docs(kind: type[Any]) -> dict[str, str]:
-    """The string under each field of a dataclass and its bases, as one paragraph.
+    """The docstring of each field of a dataclass and its bases, as one paragraph.
 
     Example:
         >>> from jaxscale.sharding import MeshConfig
         >>> field_docs(MeshConfig)["data"]
-        'Copies of the model that each see other rows; -1 for the rest.'
+        'Data-parallel replicas of the model; -1 for all remaining devices.'
     """
     docs = {}
     bodies = [

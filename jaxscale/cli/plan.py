@@ -1,4 +1,4 @@
-"""``jaxscale plan --model MODEL --gpus N``: how to share a training step."""
+"""``jaxscale plan --model MODEL --gpus N``: rank parallelism layouts."""
 
 import dataclasses
 import json
@@ -35,17 +35,18 @@ class PlanCommand(PlanConfig):
     """The options of ``jaxscale plan``."""
 
     model: str
-    """What `jaxscale train` is to train: a preset, for example llama3_70b, or
+    """Model to plan for, as in `jaxscale train`: a preset, for example llama3_70b, or
     module:function for a run of your own."""
     top: int = 10
-    """Layouts that are shown."""
+    """Number of layouts to show."""
     report: Path | None = None
-    """An HTML file for table, bars, reasons and the schedule of the best."""
+    """HTML file for table, charts, reasons and the schedule of the best layout."""
     compile: bool = False
-    """Compile the step of the best layout for this many H200s, without any: its memory
-    and its collectives. It takes a minute or two, whatever the number of GPUs."""
+    """Compile the training step of the best layout for that many H200s (no GPU is
+    needed) and report its memory and collectives. This takes a minute or two, whatever
+    the number of GPUs."""
     compile_seconds: int = 900
-    """After this time a compilation is given up."""
+    """Time limit of the compilation, in seconds."""
     json: bool = False
     """Print JSON instead of text."""
 
@@ -70,9 +71,9 @@ def main(arguments: Sequence[str]) -> int:
         PlanCommand,
         arguments,
         prog="jaxscale plan",
-        description="Estimate the time of training steps under all layouts of the "
-        "GPUs, and rank those that the least memory of a step does not rule out. Every "
-        "choice may be given instead.",
+        description="Estimate the step time of every parallelism layout on these GPUs, "
+        "and rank those whose minimum memory fits. Any choice can be fixed by an "
+        "option.",
     )
     run = find_run(command.model)
     shape = run.model

@@ -1,4 +1,4 @@
-"""``jaxscale prune --from SOURCE``: prune a model and train it under the masks."""
+"""``jaxscale prune --from SOURCE``: prune a model and fine-tune it under the masks."""
 
 import contextlib
 import dataclasses
@@ -39,26 +39,27 @@ class PruneCommand:
     """The output directory of a run, a Hugging Face directory, or the name of a model
     on its hub."""
     data: DataConfig = DataConfig()
-    """Text to train and to measure on: by default that of the run, or for another model
-    the documentation and library source of the running Python."""
+    """Text for fine-tuning and evaluation: by default that of the run, or for another
+    model the documentation and library source of the running Python."""
     prune: Annotated[PruneConfig, tyro.conf.arg(name="")] = PruneConfig()
     """Pattern, sparsity and layers of the pruning."""
     tune: Annotated[TuneConfig, tyro.conf.arg(name="")] = TuneConfig(control=True)
-    """Importance scores, and the schedule of the stages."""
+    """Importance scores, and the schedule of the pruning stages."""
     steps: int = 200
-    """Training steps under the masks."""
+    """Fine-tuning steps under the masks."""
     eval_batches: int | None = None
-    """Most batches of an evaluation, drawn evenly from the held-out text; by default as
-    in the run, or 32."""
+    """Maximum number of batches per evaluation, drawn evenly from the held-out text; by
+    default that of the run, or 32."""
     learning_rate: float | None = None
-    """Peak of the training under the masks; by default half that of the run, or 3e-5
-    for a model of no run."""
+    """Peak learning rate of the fine-tuning; by default half that of the run, or 3e-5
+    for a model without a run."""
     output_dir: Path = Path("runs/pruned")
-    """The pruned run: checkpoints, masks.safetensors, metrics and report.html."""
+    """Directory for the pruned run: checkpoints, masks.safetensors, metrics and
+    report.html."""
     step: int | None = None
     """Step of the checkpoint of a run; the newest by default."""
     mesh: MeshConfig = MeshConfig(fsdp=-1)
-    """Devices; what they split is as in the run."""
+    """Device mesh; the sharding rules are those of the run."""
     devices: int | None = None
     """Simulate this many CPU devices instead of using those of the machine."""
 
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
         PruneCommand,
         words,
         prog="jaxscale prune",
-        description="Prune a trained model and train it under the masks.",
+        description="Prune a trained model and fine-tune it under the masks.",
         default=default,
     )
     simulate_devices(command.devices)
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_of(source: str) -> TrainConfig:
-    """The settings to train a model on with, those of its run if it is of one."""
+    """The settings to continue training with: those of the model's run, if any."""
     directory = Path(source)
     if not run_directory.is_run(directory):
         return from_source(source)
@@ -116,7 +117,7 @@ def _run_of(source: str) -> TrainConfig:
 
 
 def run(command: PruneCommand) -> Pruned:
-    """Prune, train, and write masks and report.
+    """Prune, fine-tune, and write masks and report.
 
     Raises:
         UsageError: the model cannot be pruned as asked; nothing has been written.

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises:
         UsageError: the settings cannot work; nothing has been compiled or written.
-        RunFailed: a training of it diverged.
+        RunFailed: one of its trainings diverged.
     """
     config = parse(
         QuickstartConfig,

@@ -24,18 +24,18 @@ class ReportCommand:
     """The options of ``jaxscale report``."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Output directory of the run, which may go on."""
+    """Output directory of the run, which may still be running."""
     output: Path | None = None
-    """The HTML file; report.html in RUN if not given."""
+    """HTML file to write; by default report.html in RUN."""
     chrome_trace: Path | None = None
-    """A JSON file for the timeline, which https://ui.perfetto.dev opens."""
+    """JSON file for the timeline; open it in https://ui.perfetto.dev."""
     tensorboard: Path | None = None
-    """A new directory for scalars that TensorBoard shows."""
+    """New directory for TensorBoard scalars."""
     serve: bool = False
-    """Serve the page, which follows the run, until Ctrl-C or SIGTERM."""
+    """Serve the page live, until Ctrl-C or SIGTERM."""
     address: str = "127.0.0.1:0"
-    """Where --serve listens; port 0 is a free one. What listens elsewhere than on
-    127.0.0.1 shows the run to everyone who can reach it."""
+    """Listen address of --serve; port 0 picks a free port. On any address but
+    127.0.0.1, everyone who can reach it sees the run."""
 
     def __post_init__(self) -> None:
         split_address(self.address)

@@ -44,7 +44,7 @@ def find_run(name: str) -> TrainConfig:
 
 
 def take_source(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The source that ``--from`` names, or None, and the other words.
+    """The source that ``--from`` names, or None, and the remaining arguments.
 
     Raises:
         UsageError: the option has no value.

@@ -1,4 +1,4 @@
-"""``jaxscale schedule``: a pipeline schedule, checked and drawn."""
+"""``jaxscale schedule``: verify and draw a pipeline schedule."""
 
 import dataclasses
 import shutil
@@ -16,17 +16,18 @@ class ScheduleCommand:
     """The options of ``jaxscale schedule``."""
 
     stages: int
-    """Stages of the pipeline: the size of the mesh axis `pipe`."""
+    """Pipeline stages: the size of the mesh axis `pipe`."""
     microbatches: int
-    """Parts of a batch, which follow each other through the stages."""
+    """Microbatches per batch."""
     chunks: int = 1
-    """Parts of the layers that each stage holds; several interleave."""
+    """Model chunks per stage (virtual pipeline stages); above 1 the schedule
+    interleaves."""
     kind: Kind = "1f1b"
     """1f1b, gpipe (all forward passes first) or forward (evaluation)."""
     num_layers: int | None = None
-    """Layers of the model: shows which stage holds which."""
+    """Layers of the model; shows which stage holds which layers."""
     svg: Path | None = None
-    """A file for a picture over time, which a browser shows."""
+    """SVG file for a picture of the schedule over time."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
         ScheduleCommand,
         arguments,
         prog="jaxscale schedule",
-        description="Make a pipeline schedule, play it to prove that everything is "
-        "there when it is needed, and draw it: b backward passes, f forward passes.",
+        description="Make a pipeline schedule, simulate it to verify its dependencies, "
+        "and draw it: b backward passes, f forward passes.",
     )
     with usage_errors():
         schedule = pipeline_schedule(

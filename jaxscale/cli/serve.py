@@ -1,4 +1,4 @@
-"""``jaxscale serve DIR``: a model behind an HTTP server in the form of OpenAI's API."""
+"""``jaxscale serve DIR``: an OpenAI-compatible HTTP server for a model."""
 
 import dataclasses
 import logging
@@ -29,69 +29,69 @@ _KEYS = "JAXSCALE_API_KEYS"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """The model of ``jaxscale serve``, its address, and what calls may ask for."""
+    """The model of ``jaxscale serve``, its address, and limits on requests."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
-    """A Hugging Face directory with config.json, safetensors and tokenizer.json, of a
-    decoder or of an encoder; the name of a model on the Hugging Face hub; or the output
-    directory of a run."""
+    """Decoder or encoder to serve: a Hugging Face directory with config.json,
+    safetensors and tokenizer.json; the name of a model on the Hugging Face hub; or the
+    output directory of a run."""
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 is reached from other machines."""
+    """Address to listen on; 0.0.0.0 accepts connections from other machines."""
     port: int = 8000
-    """Port to listen at; 0 takes a free one."""
+    """Port to listen on; 0 picks a free port."""
     name: str | None = None
-    """Name of the model in calls; by default that of the directory."""
+    """Model name in requests; by default the name of the directory."""
     aliases: tuple[str, ...] = ()
-    """Other names that calls may give it."""
+    """Other model names that requests may use."""
     api_keys_file: str | None = None
-    """A file with a key in each line, of which a call must show one; lines that begin
+    """File with one API key per line; requests must send one of them. Lines that begin
     with # are comments."""
     allowed_hosts: tuple[str, ...] | None = None
-    """Names by which calls may ask for the server in `Host`, "*" for any; by default
-    those of this machine where --host is loopback, otherwise any."""
+    """Accepted values of the `Host` header, "*" for any; by default the names of this
+    machine if --host is loopback, otherwise any."""
     allowed_origins: tuple[str, ...] = ()
-    """Sites whose pages may call from a browser (CORS), "*" for any."""
+    """Origins that may send requests from a browser (CORS), "*" for any."""
     isolate_clients: bool = False
-    """Share cached prompts among calls with the same key only."""
+    """Share the prefix cache only among requests with the same API key."""
     allow_priority: bool = False
-    """Let calls choose their priority."""
+    """Let requests choose their priority."""
     chat_template: str | None = None
-    """A file with a Jinja template, instead of the model's."""
+    """File with a Jinja chat template that replaces the model's."""
     tool_format: Literal["auto", "hermes", "llama", "mistral", "qwen3_coder"] = "auto"
-    """Format of the calls of tools in answers; auto takes that of the template."""
+    """Format of tool calls in the model's output; auto detects it from the chat
+    template."""
     reasoning_format: Literal["auto", "none", "deepseek_r1", "qwen3"] = "auto"
-    """Format of the reasoning in answers, which is told from the rest; auto takes that
-    of the template, none leaves it in the text."""
+    """Format of the reasoning in the model's output, which is returned separately; auto
+    detects it from the chat template, none leaves it in the text."""
     sampling_defaults: bool = True
-    """Where a call says nothing, draw as the generation_config.json of the model
-    advises."""
+    """Take sampling parameters that a request leaves out from the model's
+    generation_config.json."""
     strict_schemas: bool = False
-    """Refuse JSON schemas of which something cannot be enforced, instead of leaving
-    that aside."""
+    """Reject JSON schemas that cannot be enforced in full, instead of ignoring the
+    rest."""
     tls_certificate: str | None = None
-    """A file with a certificate, and those that vouch for it (PEM): calls come by
-    https."""
+    """File with the certificate chain (PEM); the server then speaks HTTPS."""
     tls_key: str | None = None
-    """A file with the key of the certificate; by default it is in the same file."""
+    """File with the private key of the certificate; by default the certificate file."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lines of the log that are written: these and graver ones."""
+    """Minimum level of the log lines that are written."""
     drain_seconds: float = 60.0
-    """Time that running calls have to end after SIGTERM."""
+    """Seconds that running requests have to finish after SIGTERM."""
     max_body_mib: int = 16
-    """Longest body of a call, in MiB."""
+    """Maximum size of a request body, in MiB."""
     access_log: bool = False
-    """Write a line for each call."""
+    """Log one line per request."""
     engine: EngineConfig = EngineConfig(program_cache="~/.cache/jaxscale/programs")
-    """Sizes of the engine of a decoder."""
+    """Engine settings of a decoder."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the computation; by default that of the run or of the file."""
     quantization: Literal["int8", "fp8"] | None = None
-    """Weights of 8 bits with a scale for each output feature, of a decoder."""
+    """Quantize the weights of a decoder to 8 bits, one scale per output feature."""
     mesh: MeshConfig = MeshConfig()
-    """Mesh of devices for a model that is too large for one; of all devices where there
-    are several processes."""
+    """Device mesh, for a model that is too large for one device; with several processes
+    it must span all their devices."""
     rules: str = "fsdp_tp"
-    """Sharding rules, by the name of a preset, where there are several devices."""
+    """Name of a preset of sharding rules, used on several devices."""
     devices: int | None = None
     """Simulate this many CPU devices instead of using those of the machine."""
 
@@ -106,8 +106,8 @@ def main(arguments: Sequence[str]) -> int:
         ServeConfig,
         arguments,
         prog="jaxscale serve",
-        description="Serve a model over HTTP, in the form of OpenAI's API. Keys are "
-        f"also taken from the environment, as {_KEYS}, with commas between them.",
+        description="Serve a model with an OpenAI-compatible HTTP API. API keys are "
+        f"also read from the environment variable {_KEYS}, separated by commas.",
     )
     simulate_devices(config.devices)
     with usage_errors():
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(config: ServeConfig) -> None:
-    """Serve until SIGTERM or Ctrl-C; other processes than the first follow it.
+    """Serve until SIGTERM or Ctrl-C; processes other than 0 follow process 0.
 
     Raises:
         UsageError: there is no model, it does not fit, or the address is taken.
@@ -191,7 +191,7 @@ def _keys(config: ServeConfig) -> tuple[str, ...]:
 
 
 def _follow(config: ServeConfig) -> None:
-    """Run what process 0 plans, until it ends."""
+    """Execute the plans of process 0, until it ends."""
     from jaxscale.inference.server.load import load_decoder
 
     # Launchers send these to all; process 0 drains, and ends the others.
@@ -214,7 +214,7 @@ def _follow(config: ServeConfig) -> None:
 
 
 def _loader(config: ServeConfig) -> Callable[[], Any]:
-    """What loads the model; what can be checked at once is."""
+    """Check what needs no weights, and return the function that loads the model."""
     from jaxscale.inference.server.load import ChatOptions, served
 
     template = None
@@ -241,7 +241,7 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
 
 
 def _model(config: ServeConfig) -> tuple[Path, Mesh | None, AxisRules, Any]:
-    """Where the model lies, where to put it, and its type."""
+    """Path, mesh, sharding rules and data type of the model."""
     source = local_directory(config.source)
     names = ("config.json", "modules.json", "run.json")
     if not any((source / name).is_file() for name in names):
@@ -257,7 +257,7 @@ def _model(config: ServeConfig) -> tuple[Path, Mesh | None, AxisRules, Any]:
 
 
 def _mesh(config: MeshConfig) -> Mesh | None:
-    """The mesh on just as many devices as it needs; None where that is one."""
+    """The mesh on exactly the devices that it needs; None for one device."""
     sizes = [getattr(config, axis) for axis in sharding.MESH_AXES]
     there = len(jax.devices())
     needed = there if -1 in sizes else math.prod(sizes)

@@ -22,7 +22,7 @@ class SuperviseCommand:
     """The options of ``jaxscale supervise``."""
 
     output_dir: Path
-    """Output directory of the run; the driver keeps its files in `supervisor` there."""
+    """Output directory of the run; the driver keeps its files in `supervisor/`."""
     config: Annotated[SuperviseConfig, tyro.conf.arg(name="")] = SuperviseConfig()
     """Processes and deadlines."""
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises:
         UsageError: the settings cannot work; nothing was started.
-        RunFailed: the job fails again and again.
+        RunFailed: the job keeps failing.
     """
     options, command = list(arguments), []
     if "--" in options:
@@ -60,7 +60,7 @@ def train(arguments: Sequence[str]) -> int:
 
     Raises:
         UsageError: the settings cannot work.
-        RunFailed: the job fails again and again.
+        RunFailed: the job keeps failing.
     """
     ours, theirs = _split(arguments)
     if {"-h", "--help"} & {*theirs}:

@@ -1,4 +1,4 @@
-"""``jaxscale train RUN [OPTIONS]``: train a named run, or a model that has weights."""
+"""``jaxscale train RUN [OPTIONS]``: train a named run, or fine-tune a model."""
 
 import contextlib
 import dataclasses
@@ -32,15 +32,15 @@ class TrainCommand:
     """The options of ``jaxscale train RUN``."""
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
-    """The run."""
+    """The settings of the run."""
     resume: Literal["no", "auto"] = "no"
     """auto, or the option alone: continue the run in the output directory from its
-    newest checkpoint; a directory that is free gets a new run."""
+    newest checkpoint, or start a new run if there is none."""
     devices: int | None = None
     """Simulate this many CPU devices instead of using those of the machine."""
     xla_flags: tuple[sharding.XlaPreset, ...] = ()
-    """Presets of XLA's flags: overlap hides more communication, host_kernels lets fused
-    kernels run in several processes."""
+    """Presets of XLA flags: overlap hides more communication behind compute,
+    host_kernels lets fused kernels run in several processes."""
 
 
 def main(arguments: Sequence[str]) -> int:

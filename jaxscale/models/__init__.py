@@ -1,5 +1,5 @@
-"""Decoders (GPT, LLaMA and their relatives), encoders (BERT and its relatives), their
-heads, Hugging Face files and tokenizers.
+"""Decoders (GPT, LLaMA, ...), encoders (BERT, ...), heads, Hugging Face files,
+tokenizers.
 """
 
 from jaxscale.models.config import DecoderConfig

@@ -132,7 +132,8 @@ def bert_keys(values: Keys) -> dict[str, Any]:
     """The settings that BERT, RoBERTa and ALBERT have under the same keys.
 
     Raises:
-        ValueError: a setting that matters is not supported, or a key is missing.
+        ValueError: a setting that changes the result is not supported, or a key is
+            missing.
     """
     require(values, "position_embedding_type", "absolute")
     require(values, "is_decoder", False)
@@ -255,7 +256,7 @@ def masked_lm_tensors(
 
     Args:
         config: The encoder.
-        dense: Name of the projection before the last.
+        dense: Name of the projection before the last one.
         norm: Name of the norm after it.
         decoder: Name of the projection on the vocabulary.
         bias: Name of its bias where it is tied; None is ``<decoder>.bias``.

@@ -52,22 +52,22 @@ class DecoderConfig:
     d_ff: int
     """Hidden features of the feed-forward network, F."""
     max_seq_len: int
-    """Longest sequence of training, in tokens; a hard limit with learned positions."""
+    """Context length of training, in tokens; a hard limit with learned positions."""
     norm: Norm = "rmsnorm"
-    """Normalization before attention, feed-forward network and output; the factor of
+    """Normalization before attention, feed-forward network and output; the scale of
     `rmsnorm_1p` is one plus its parameter (Gemma)."""
     norm_eps: float = 1e-5
     """Added to the variance."""
     activation: Activation = "swiglu"
-    """`swiglu` and `geglu` have a gate projection; `gelu` is exact, `gelu_tanh` GPT-2's
-    form, and so it is with `geglu` and `geglu_tanh`."""
+    """`swiglu` and `geglu` have a gate projection; `gelu` and `geglu` are exact,
+    `gelu_tanh` (GPT-2) and `geglu_tanh` approximate."""
     position: Position = "rope"
     """Rotary embeddings in every attention, or a learned table added once."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     rope_theta_local: float | None = None
-    """The base in layers with a `window`, which are then not scaled (Gemma 3); None
-    treats all layers alike."""
+    """The base in layers with a `window`, which then have no `rope_scaling` (Gemma 3);
+    None: all layers have `rope_theta`."""
     rope_scaling: RopeScaling | None = None
     """Context extension of the rotary frequencies."""
     rotary_dim: int | None = None
@@ -75,11 +75,12 @@ class DecoderConfig:
     rope_interleaved: bool = False
     """Rotate features (2i, 2i+1) as GPT-J does instead of (i, i + rotary_dim/2)."""
     parallel_block: bool = False
-    """Attention and feed-forward network read one norm and are summed (GPT-J)."""
+    """Parallel block: attention and feed-forward network share one norm and are summed
+    (GPT-J)."""
     parallel_mlp_norm: bool = False
     """The feed-forward network of a `parallel_block` has a norm of its own (NeoX)."""
     output_norms: bool = False
-    """Norms of what attention and feed-forward network add, too (Gemma 2)."""
+    """Also normalize the outputs of attention and feed-forward network (Gemma 2)."""
     scale_embeddings: bool = False
     """Embeddings are multiplied by the root of `d_model` (Gemma)."""
     attention_bias: bool = False
@@ -89,24 +90,24 @@ class DecoderConfig:
     mlp_bias: bool = False
     """Bias in the feed-forward network."""
     lm_head_bias: bool = False
-    """Bias of the logits; needs an untied output projection."""
+    """Bias in the output projection, which must not be tied."""
     tie_embeddings: bool = False
     """The output projection is the transposed embedding table."""
     window: int | None = None
     """Sliding window: a token attends to this many tokens, itself included."""
     global_layers: tuple[int, ...] = ()
-    """Layers that see the whole sequence in spite of `window`: numbers, ascending."""
+    """Numbers of the layers with global attention in spite of `window`, ascending."""
     window_pattern: tuple[int | None, ...] = ()
-    """Windows that repeat through the layers, instead of `window`: with (512, None)
-    every second layer sees the whole sequence. Its length divides `num_layers`."""
+    """Repeating pattern of windows over the layers, instead of `window`: with (512,
+    None) every second layer has global attention. Its length divides `num_layers`."""
     qk_norm: bool = False
-    """RMS norm of the queries and keys of each head before they are rotated (Qwen3)."""
+    """RMS norm of each head's queries and keys before the rotary embedding (Qwen3)."""
     attention_softcap: float | None = None
     """Attention logits become ``softcap * tanh(logits / softcap)``."""
     query_pre_attn_scalar: int | None = None
     """Attention logits are divided by the root of this; None takes `head_dim`."""
     logit_softcap: float | None = None
-    """The same as `attention_softcap` of the logits of the vocabulary (Gemma 2)."""
+    """The same softcap for the logits of the vocabulary (Gemma 2)."""
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -248,10 +249,10 @@ class DecoderConfig:
 
     @property
     def max_cache_len(self) -> int | None:
-        """The most tokens of a sequence that is continued; None is no limit.
+        """Maximum tokens of a sequence with a KV cache; None is no limit.
 
-        With dynamic rotary scaling it is the original length: past it every key would
-        have to be rotated anew for each token that is added.
+        With dynamic rotary scaling it is the original length: beyond it every key would
+        have to be rotated anew for each new token.
         """
         if self.position == "learned":
             return self.max_seq_len
@@ -266,7 +267,7 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer; None sees the whole sequence."""
+        """The window of each layer; None is global attention."""
         count = self.num_layers
         if self.window_pattern:
             return self.window_pattern * (count // len(self.window_pattern))
@@ -274,9 +275,9 @@ class DecoderConfig:
         return tuple(None if i in full else self.window for i in range(count))
 
     def without_pattern(self) -> "DecoderConfig":
-        """The same windows said by `window` and `global_layers`, as files say them.
+        """The same windows as `window` and `global_layers`, as files express them.
 
-        Windows of several sizes stay a pattern, as no file can say them.
+        Windows of several sizes stay a pattern, which no file can express.
         """
         windows = self.windows
         sizes = sorted({w for w in windows if w is not None})
@@ -350,13 +351,12 @@ class DecoderConfig:
     def flops_per_token(self, seq_len: int, causal: bool) -> float:
         """Floating-point operations of forward and backward pass for one token.
 
-        ``6 M + 12 L N H keys``, where M counts the parameters that take part in
-        matrix products (blocks and output projection; no look-ups, norms or biases)
-        and `keys` is the number of keys a query meets on average: ``seq_len`` in the
-        full convention, as if nothing were masked, and ``seq_len / 2`` in the causal
-        one. In a layer with a window w < seq_len they are ``w`` and
-        ``w - w**2 / (2 seq_len)``.
-        Recomputation (remat) is not counted: the result measures useful work.
+        ``6 M + 12 L N H keys``, where M counts the parameters in matmuls (blocks and
+        output projection; no look-ups, norms or biases) and `keys` is the average
+        number of keys per query: ``seq_len`` in the full convention, as if nothing were
+        masked, and ``seq_len / 2`` in the causal one. In a layer with a window w <
+        seq_len they are ``w`` and ``w - w**2 / (2 seq_len)``. Recomputation (remat) is
+        not counted: the result measures useful work.
 
         Args:
             seq_len: Tokens of a sequence.
@@ -399,8 +399,8 @@ class DecoderConfig:
         Args:
             mesh_sizes: Size of each mesh axis, as ``dict(mesh.shape)``.
             rules: Mesh axes of each logical axis.
-            batch_size: Rows of a batch over all devices, checked if given.
-            num_tokens: Tokens of a row, checked if given.
+            batch_size: Global batch size, checked if given.
+            num_tokens: Tokens per sequence, checked if given.
 
         Raises:
             ValueError: the rules use an axis that the mesh lacks, or a size is not
@@ -440,7 +440,7 @@ type Divided = tuple[str, int | None, tuple[str, ...]]
 def check_division(
     divided: Iterable[Divided], mesh_sizes: Mapping[str, int], rules: AxisRules
 ) -> None:
-    """Raise where the rules use a missing mesh axis or one that divides no size.
+    """Raise if the rules use a missing mesh axis, or one that does not divide a size.
 
     Args:
         divided: The sizes; None is not checked.

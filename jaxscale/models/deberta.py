@@ -190,7 +190,7 @@ def _read_v2(values: Keys) -> EncoderConfig:
 
 
 def _keys(values: Keys) -> dict[str, Any]:
-    """The keys that all versions have in common."""
+    """The keys that all versions share."""
     width, heads = values["hidden_size"], values["num_attention_heads"]
     head_dim = divided_width("hidden_size", width, "num_attention_heads", heads)
     require(values, "attention_head_size", head_dim)
@@ -234,7 +234,7 @@ def _read_terms(values: Keys) -> dict[str, bool]:
 
 
 def _farthest(values: Keys) -> int:
-    """The farthest relative position that is told from those beyond it."""
+    """The largest distance with a bucket of its own."""
     farthest = values.get("max_relative_positions", -1)
     return values["max_position_embeddings"] if farthest < 1 else farthest
 

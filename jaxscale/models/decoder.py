@@ -1,6 +1,6 @@
-"""The decoder-only Transformer of all families of decoders.
+"""The decoder-only Transformer of all decoder families.
 
-Legend: B batch, T tokens of a row, D model, V vocabulary.
+Legend: B batch, T tokens of a (packed) row, D model, V vocabulary.
 """
 
 import math
@@ -57,7 +57,7 @@ class Decoder(nnx.Module):
         >>> model(tokens).shape
         (1, 5, 256)
 
-        Packed: the same tokens as two sequences of a row, two and three long.
+        Packed: the same tokens as two sequences of two and three tokens.
 
         >>> model(tokens, cu_seqlens=jnp.array([[0, 2, 5]])).shape
         (1, 5, 256)
@@ -81,27 +81,27 @@ class Decoder(nnx.Module):
 
         Args:
             config: Shape and variant.
-            dtype: Type of the computation; norms, rotary angles, softmax and logits are
-                in fp32 whatever it is.
+            dtype: Type of activations and matmuls; norms, rotary angles, softmax and
+                logits are always in fp32.
             param_dtype: Type of the parameters.
-            remat: A name of `REMAT_POLICIES`.
-            scan_layers: Compile one block and loop over it, instead of every block.
-            rules: The table of the recipe.
-            tensor_parallel: Who communicates where the rules split heads and hidden
-                features: ``"fused"`` kernels, ``"xla"`` collectives, or the compiler
-                if None. Parameters and numbers are the same.
-            quantization: Multiply in fp8 in the linear layers of the blocks, with a
-                scale for each row (``"fp8"``) or each operand (``"fp8_tensorwise"``);
-                the rest, and the parameters, stay as they are. None multiplies in
-                `dtype`.
-            attention_implementation: Name of an implementation of attention, of
-                `pallas_kernels.varlen_attention` for packed rows and of
-                `pallas_kernels.attention` for whole ones; None picks one.
+            remat: Activation checkpointing, a name of `REMAT_POLICIES`.
+            scan_layers: Compile one block and scan over the stack.
+            rules: The sharding rules.
+            tensor_parallel: How to communicate if the rules split heads and hidden
+                features: ``"fused"`` kernels, explicit ``"xla"`` collectives, or the
+                compiler if None. Parameters and results are the same.
+            quantization: fp8 matmuls in the linear layers of the blocks, with a scale
+                per row (``"fp8"``) or per tensor (``"fp8_tensorwise"``); the rest, and
+                the parameters, keep their types. None computes them in `dtype`.
+            attention_implementation: Name of an attention implementation: of
+                `pallas_kernels.varlen_attention` with sequence packing, otherwise of
+                `pallas_kernels.attention`; None picks one.
             rngs: Source of the keys.
 
         Raises:
             ValueError: `remat` is not the name of a policy, `quantization` is unknown,
-                or `tensor_parallel` is unknown or finds no one mesh axis in the rules.
+                or `tensor_parallel` is unknown or the rules do not give it one mesh
+                axis.
         """
         check_remat(remat)
         check_tensor_parallel(tensor_parallel, rules)
@@ -156,17 +156,17 @@ class Decoder(nnx.Module):
         self.lm_head: Linear | QuantizedLinear | None = head
 
     def for_inference(self, mesh: Mesh | None = None) -> "Decoder":
-        """The same model as the serving engine reads it best; it cannot be saved.
+        """The model in the layout that serves fastest; it cannot be saved.
 
-        Each block has parameters of its own, those of the projections of one input lie
-        side by side (`jaxscale.nn.JoinedLinear`), and kernels and tables are in the
-        type of the computation, so that no step copies or converts a weight. Layers
-        that pruning has made sparse stay as they are. Devices that would share the
-        batch or store a part of each parameter hold all of it; tensor parallelism is
-        left. Over more devices than there are key/value heads these are repeated.
+        The stack of blocks is split, projections of the same input are merged
+        (`jaxscale.nn.JoinedLinear`), and kernels and tables are in the type of the
+        computation, so that no step copies or converts a weight. Sparse layers stay as
+        they are. Only tensor parallelism remains: parameters are replicated over
+        data-parallel and FSDP devices. If there are more devices than key/value heads,
+        the heads are repeated.
 
         Args:
-            mesh: Where to put the model; by default it stays on the mesh that it is on.
+            mesh: Target devices; by default the model's own mesh.
 
         Example:
             >>> from jaxscale.models.llama import llama_tiny
@@ -188,7 +188,7 @@ class Decoder(nnx.Module):
 
         Args:
             tokens: Token ids.
-            cu_seqlens: Boundaries of the sequences of packed rows, if rows are packed.
+            cu_seqlens: Boundaries of the sequences, with sequence packing.
             positions: Position of each token in its sequence; counted if None.
 
         Raises:
@@ -207,20 +207,20 @@ class Decoder(nnx.Module):
         """The activations after the last norm, which `unembed` turns into logits.
 
         Args:
-            tokens: Token ids. A row padded on the right needs no mask: no real token
-                sees the padding behind it.
-            cu_seqlens: Packed rows: sequence `i` of row `b` is the tokens from
+            tokens: Token ids. Padding on the right needs no mask: no real token attends
+                to it.
+            cu_seqlens: Sequence packing: sequence `i` of row `b` is the tokens from
                 ``cu_seqlens[b, i]`` to ``cu_seqlens[b, i + 1]``. Tokens past the last
-                sequence are padding; their activations mean nothing.
-            positions: Position of each token in its sequence; counted from the start of
-                the row or of the packed sequence if None.
+                sequence are padding; their activations are undefined.
+            positions: Position of each token in its sequence; by default counted from
+                the start of the row or of the packed sequence.
 
         Raises:
             ValueError: `cu_seqlens` that are not traced do not fit the rows, or a row
                 is longer than the table of learned positions.
 
-        Token ids and positions outside of their tables cannot be refused where they are
-        traced: they turn the activations of their own sequence to NaN, and no others.
+        Traced token ids and positions outside of their tables cannot be refused: they
+        turn the activations of their own sequence to NaN, and no others.
         """
         state = self.attention_state(tokens.shape, cu_seqlens, positions)
         return self.run(tokens, state)[0]
@@ -231,10 +231,11 @@ class Decoder(nnx.Module):
         cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
         positions: Int[Array, "B T"] | None = None,
     ) -> Whole | Packed:
-        """The state of whole or packed rows of this `shape`, (B, T).
+        """The attention state of unpacked or packed rows of this `shape`, (B, T).
 
-        Where the rule `context` is Manual, T are the tokens of this device, and
-        `cu_seqlens` are boundaries of whole rows: see `jaxscale.nn.context`.
+        With context parallelism (the rule `context` is Manual), T are the tokens of
+        this device, and `cu_seqlens` the boundaries of whole rows: see
+        `jaxscale.nn.context`.
 
         Raises:
             ValueError: as `hidden`.
@@ -249,14 +250,14 @@ class Decoder(nnx.Module):
     def run[State: AttentionState](
         self, tokens: Int[Array, "B T"], state: State
     ) -> tuple[Float[Array, "B T D"], State]:
-        """The activations after the last norm of tokens whose attention is in `state`.
+        """The activations after the last norm, with attention as `state` says.
 
-        `hidden` calls it with the state of whole or packed rows, the serving engine
-        with that of tokens which follow what lies in pages (`jaxscale.nn.PagedRows`).
+        `hidden` calls it with the state of unpacked or packed rows, the inference
+        engine with that of new tokens after a paged KV cache (`jaxscale.nn.PagedRows`).
 
         Args:
             tokens: Token ids.
-            state: Positions, and where the keys and values of a sequence lie.
+            state: Positions, and where the keys and values of a sequence are.
 
         Returns:
             The activations, and the state with the keys and values of the tokens.
@@ -288,7 +289,7 @@ class Decoder(nnx.Module):
         state: AttentionState,
         vocab_axes: tuple[str, ...] = (),
     ) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"] | None]:
-        """The input of the first block, and the tokens whose activations mean nothing.
+        """The input of the first block, and the tokens with undefined activations.
 
         Args:
             tokens: Token ids.
@@ -302,7 +303,7 @@ class Decoder(nnx.Module):
             axes.append(())
         x, lost = look_up(state, lookups, self.rules, axes)
         if self.config.scale_embeddings:
-            # The factor is rounded, as in the files' own code.
+            # The factor is rounded, as in the original code.
             x = x * jnp.asarray(math.sqrt(self.config.d_model), x.dtype)
         return x, lost
 
@@ -364,7 +365,7 @@ class Decoder(nnx.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that have logits; tables may have more rows on a mesh."""
+        """Vocabulary size of the logits; tables may have more rows on a mesh."""
         return self.config.vocab_size
 
     @property
@@ -375,7 +376,7 @@ class Decoder(nnx.Module):
     def output_embedding(
         self,
     ) -> tuple[Float[Array, "D V"], Float[Array, "V"] | None]:
-        """The kernel and the bias that give the logits that `logit_softcap` bounds.
+        """Kernel and bias of the output projection, before `logit_softcap`.
 
         Columns from `vocab_size` on are padding.
 

@@ -1,8 +1,8 @@
-"""The encoder behind BERT, RoBERTa, ALBERT, DistilBERT, ModernBERT and DeBERTa.
+"""The encoder of BERT, RoBERTa, ALBERT, DistilBERT, ModernBERT and DeBERTa.
 
 Sequences are packed before the embedding and stay packed to the end: no layer computes
-on padding. Legend: B rows, T tokens of a row, S sequences of a row, L padded length,
-D model, E embedding.
+on padding. Legend: B packed rows, T tokens per row, S sequences per row, L padded
+length, D model, E embedding.
 """
 
 import functools
@@ -42,7 +42,7 @@ from pallas_kernels.arrays import concrete
 
 
 class EncoderModel(nnx.Module):
-    """Embedding, a stack of blocks that attend in both directions, and maybe a head.
+    """Embedding, a stack of bidirectional blocks, and optionally a head.
 
     The parameters of the blocks are stacked along a leading ``layers`` axis. The module
     is a pytree: pass it to `jax.jit`, `jax.value_and_grad` and optax as it is.
@@ -91,20 +91,19 @@ class EncoderModel(nnx.Module):
         Args:
             config: Shape and variant.
             head: Head on the last layer; None returns its activations.
-            dtype: Type of the computation; norms, rotary angles, softmax and logits are
-                in fp32 whatever it is.
+            dtype: Type of activations and matmuls; norms, rotary angles, softmax and
+                logits are always in fp32.
             param_dtype: Type of the parameters.
-            remat: A name of `REMAT_POLICIES`.
+            remat: Activation checkpointing, a name of `REMAT_POLICIES`.
             scan_layers: Compile one block (or one period of layers that differ) and
-                loop over it, instead of every block.
+                scan over the stack, instead of every block.
             rules: Mesh axes of each logical axis.
-            quantization: Multiply in fp8 in the linear layers of the blocks, with a
-                scale for each row (``"fp8"``) or each operand (``"fp8_tensorwise"``);
-                the rest, and the parameters, stay as they are. None multiplies in
-                `dtype`.
-            attention_implementation: Name of an implementation of attention, of
-                `pallas_kernels.varlen_attention` for packed rows and of
-                `pallas_kernels.attention` for whole ones; None picks one.
+            quantization: fp8 matmuls in the linear layers of the blocks, with a scale
+                per row (``"fp8"``) or per tensor (``"fp8_tensorwise"``); the rest, and
+                the parameters, keep their types. None computes them in `dtype`.
+            attention_implementation: Name of an attention implementation: of
+                `pallas_kernels.varlen_attention` with sequence packing, otherwise of
+                `pallas_kernels.attention`; None picks one.
             rngs: Source of the keys.
 
         Raises:
@@ -181,7 +180,7 @@ class EncoderModel(nnx.Module):
         self.embed_norm = norm(config.table_dim)
         self.embed_out = None if config.embed_dim is None else projection()
         relative = config.relative
-        # Never split along its rows: every device reads all of it.
+        # Never split along its rows: every device reads the whole table.
         self.relative = (
             None
             if relative is None
@@ -201,8 +200,8 @@ class EncoderModel(nnx.Module):
             else None
         )
         self.convolution_norm = norm(config.d_model) if config.convolution else None
-        # The first pre-norm block has a norm less, and the convolution stands behind
-        # the first block, so these cannot be in the stack.
+        # The first pre-norm block has one norm less, and the convolution follows the
+        # first block, so these cannot be in the stack.
         first = 1 if config.separate_first else 0
         self.first = block(0, rngs) if config.separate_first else None
         count = config.num_blocks - first
@@ -222,7 +221,7 @@ class EncoderModel(nnx.Module):
         return Attention if self.config.relative is None else DisentangledAttention
 
     def relative_table(self) -> Float[Array, "P D"] | None:
-        """The table of relative positions as every attention layer reads it."""
+        """The table of relative positions, as attention layers read it."""
         if self.relative is None:
             return None
         table = self.relative.table[...].astype(self.dtype)
@@ -232,10 +231,10 @@ class EncoderModel(nnx.Module):
         return self.relative_norm(table[None])[0]
 
     def unstacked(self) -> "EncoderModel":
-        """The same model for inference, each block with parameters of its own.
+        """The model for inference, with an unstacked set of parameters per block.
 
-        Its program is faster and takes longer to compile: no parameter is copied out
-        of the stack, and no loop runs over it. It cannot be saved.
+        It runs faster and compiles longer: no parameter is copied out of the stack, and
+        there is no loop over it. It cannot be saved.
         """
         return unstacked(self)
 
@@ -247,15 +246,15 @@ class EncoderModel(nnx.Module):
         token_types: Int[Array, "*B T"] | None = None,
         positions: Int[Array, "*B T"] | None = None,
     ) -> Float[Array, "*B _ _"]:
-        """Return the output of the head, or without one the activations.
+        """Return the output of the head, or the activations if there is none.
 
-        Heads of tokens answer for each token of a row, [B, T, ...]; heads of sequences
-        for each sequence, [B, S, ...]. Logits are in fp32.
+        Token heads return logits per token, [B, T, ...]; sequence heads per sequence,
+        [B, S, ...]. Logits are in fp32.
 
         Args:
             tokens: Token ids of one row or of several.
-            cu_seqlens: Boundaries of the sequences of packed rows, if rows are packed.
-            token_types: Which of two texts each token is of; 0 if None.
+            cu_seqlens: Boundaries of the sequences, with sequence packing.
+            token_types: Segment of each token, 0 or 1 for pairs; 0 if None.
             positions: Position of each token in its sequence; counted if None.
 
         Raises:
@@ -290,7 +289,7 @@ class EncoderModel(nnx.Module):
     def output_embedding(
         self,
     ) -> tuple[Float[Array, "width answers"], Float[Array, "answers"] | None]:
-        """Kernel and bias that turn the features of the head into logits.
+        """Kernel and bias of the head's output projection.
 
         Columns past the vocabulary, which the tables of some meshes have, are padding.
 
@@ -315,10 +314,9 @@ class EncoderModel(nnx.Module):
             tokens: Token ids: packed rows, or one row without the axis B.
             cu_seqlens: Boundaries: sequence `i` of row `b` is the tokens from
                 ``cu_seqlens[b, i]`` to ``cu_seqlens[b, i + 1]``. Tokens past the last
-                sequence are padding; their activations mean nothing. None: each row is
+                sequence are padding; their activations are undefined. None: each row is
                 one sequence without padding.
-            token_types: Number of the text of a pair that a token is of; None is the
-                first.
+            token_types: Segment of each token, 0 or 1 for pairs; None is 0.
             positions: Position of each token in its sequence; counted from its start if
                 None.
 
@@ -327,8 +325,8 @@ class EncoderModel(nnx.Module):
                 longer than the table of positions, or token types are given to a model
                 that has none.
 
-        Token ids and positions outside of their tables cannot be refused where they are
-        traced: they turn the activations of their own sequence to NaN, and no others.
+        Traced token ids and positions outside of their tables cannot be refused: they
+        turn the activations of their own sequence to NaN, and no others.
         """
         if tokens.ndim == 1:
             rows = [cu_seqlens, token_types, positions]
@@ -389,23 +387,23 @@ class EncoderModel(nnx.Module):
         token_types: Int[Array, "B L"] | None = None,
         token_budget: int | None = None,
     ) -> Float[Array, "B *_"]:
-        """Pack padded sequences, compute as a call on them does, and unpack.
+        """Pack padded sequences, run the model on them, and unpack.
 
         Args:
             tokens: Token ids, padded on the right.
-            lengths: Tokens of each row that count; this or `mask`.
-            mask: 1 for these tokens and 0 for the padding.
-            token_types: The same as for `hidden`.
+            lengths: Length of each sequence; this or `mask`.
+            mask: Attention mask: 1 for tokens and 0 for padding.
+            token_types: As for `hidden`.
             token_budget: Size of the packed buffer, static; None takes ``B * L``, which
-                always suffices and saves nothing but attention.
+                always suffices but saves only attention.
 
         Returns:
-            [B, L, ...], zero in the padding, or [B, ...] from a head of sequences.
+            [B, L, ...], zero in the padding, or [B, ...] from a sequence head.
 
         Raises:
             ValueError: not exactly one of `lengths` and `mask` is given, a row of
                 `mask` is not ones and then zeros, or the budget is too small; the last
-                two only where the values are known, not under `jax.jit`.
+                two only if the values are not traced by `jax.jit`.
         """
         if (lengths is None) == (mask is None):
             raise ValueError("give exactly one of lengths and mask")
@@ -455,7 +453,7 @@ def _places(tokens: Array, positions: Array, offset: int, rules: AxisRules) -> A
     def local(tokens: Array, positions: Array) -> tuple[Array]:
         counted = (tokens != offset - 1).astype(jnp.int32)
         count = jnp.cumsum(counted, axis=1)
-        # Of the tokens before each sequence; it never falls along a row.
+        # Of the tokens before each sequence; it never decreases along a row.
         before = jnp.where(positions == 0, count - counted, 0)
         before = jax.lax.cummax(before, axis=1)
         return ((count - before) * counted + offset - 1,)

@@ -38,8 +38,8 @@ class EncoderConfig:
     """
 
     family: str = "bert"
-    """The ``model_type`` of transformers whose heads, names and configuration keys the
-    model has in files."""
+    """The ``model_type`` of transformers, which decides heads, tensor names and
+    configuration keys of files."""
     vocab_size: int
     """Rows of the table of tokens, V."""
     d_model: int
@@ -55,53 +55,54 @@ class EncoderConfig:
     embed_dim: int | None = None
     """Width of the tables, E; None is D. A narrower one is projected up (ALBERT)."""
     token_types: int = 2
-    """Rows of the table that tells the two texts of a pair apart; 0 has none."""
+    """Rows of the table of token types (segments); 0 is no table."""
     position: EncoderPosition = "learned"
     """A learned table added to the tokens, rotary embeddings, or neither."""
     position_offset: int = 0
-    """Row of the table of positions that the first token takes (RoBERTa: 2). The token
-    whose id is one less is padding: within a text it takes the row before and is not
-    counted, as in transformers."""
+    """Row of the position table for the first token (RoBERTa: 2). The token with the id
+    one less is padding: within a sequence it takes the row before and is not counted,
+    as in transformers."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     rope_theta_local: float | None = None
-    """The same for layers with a window; None is `rope_theta`."""
+    """The base for layers with a window; None is `rope_theta`."""
     relative: RelativePositions | None = None
     """A table of relative positions that attention reads (DeBERTa)."""
     relative_norm: bool = False
-    """A layer norm over that table."""
+    """A layer norm on that table."""
     convolution: int = 0
-    """Taps of a convolution of the embedding beside the first layer, odd; 0 has none
+    """Kernel size of a convolution parallel to the first layer, odd; 0 is none
     (DeBERTa-v2)."""
     convolution_activation: ConvolutionActivation = "gelu"
     """Activation of that convolution."""
     window: int | None = None
-    """Keys that a token sees on each side in local layers; None makes all global."""
+    """Sliding window on each side in local layers; None makes all layers global."""
     global_every: int = 1
-    """Period of global attention with a window: layers 0, n, 2n, ... have no window."""
+    """Period of global layers if there is a window: layers 0, n, 2n, ... have none."""
     norm_eps: float = 1e-12
     """Added to the variance."""
     norm_bias: bool = True
     """Layer norms have a bias."""
     pre_norm: bool = False
     """``x + f(norm(x))`` and a last norm (ModernBERT) instead of ``norm(x + f(x))``.
-    Attention of the first layer then reads the embedding, normalized, as it is."""
+    The first attention layer then reads the normalized embedding directly."""
     activation: Activation = "gelu"
     """Activation of the feed-forward network."""
     attention_bias: bool = True
     """Bias in the four projections of attention."""
     key_bias: bool = True
-    """Bias of the keys with `attention_bias`, of contents and relative positions (not
-    in DeBERTa v1)."""
+    """With `attention_bias`: bias in the key projections, of content and relative
+    positions (not in DeBERTa v1)."""
     mlp_bias: bool = True
     """Bias in the feed-forward network."""
     layer_groups: int | None = None
-    """Groups of consecutive layers with the same parameters (ALBERT; usually 1); None:
+    """Groups of consecutive layers that share parameters (ALBERT; usually 1); None:
     each layer has its own."""
     group_blocks: int = 1
-    """Blocks of a group, which its layers are in turn, again and again."""
+    """Blocks per group, which the layers of the group repeat in turn."""
     tie_embeddings: bool = True
-    """The masked-language-model head multiplies by the transposed table of tokens."""
+    """The output projection of the masked-language-model head is the transposed token
+    table."""
 
     def __post_init__(self) -> None:
         sizes = "vocab_size", "d_model", "num_layers", "num_heads", "d_ff"
@@ -186,7 +187,7 @@ class EncoderConfig:
 
     @property
     def separate_first(self) -> bool:
-        """True where the first layer stands apart from the stack of the others."""
+        """True if the first layer is not part of the stack."""
         return self.pre_norm or self.convolution > 0
 
     @property
@@ -197,7 +198,7 @@ class EncoderConfig:
         return self.layer_groups * self.group_blocks
 
     def block_of(self, layer: int) -> int:
-        """The number of the block that a layer is.
+        """The block number of each layer.
 
         Example:
             >>> from jaxscale.models.albert import albert_tiny
@@ -210,7 +211,7 @@ class EncoderConfig:
         if self.layer_groups is None:
             return layer
         turn, place = divmod(layer, self.group_blocks)
-        # Groups that cannot be of one size are divided as transformers does.
+        # Groups that cannot have the same size are divided as transformers does.
         turns = self.num_layers // self.group_blocks
         return int(turn / (turns / self.layer_groups)) * self.group_blocks + place
 
@@ -260,7 +261,7 @@ class EncoderConfig:
         block += d * (3 * self.attention_bias + key_bias)
         block += (d + (self._num_mlp_kernels - 1) * self.d_ff) * self.mlp_bias
         layers = self.num_blocks
-        # With pre_norm the norm that the first layer lacks is the last one.
+        # With pre_norm the last norm makes up for the one that the first layer lacks.
         total = layers * block + e * norm
         rows = self.vocab_size + self.token_types
         if self.position == "learned":
@@ -279,15 +280,15 @@ class EncoderConfig:
     def flops_per_token(self, seq_len: int, causal: bool = False) -> float:
         """Floating-point operations of forward and backward pass for one token.
 
-        ``6 M + 12 N H keys``, summed over the layers: M counts the parameters of matrix
-        products, those of the output projection over the vocabulary and the rows of
-        relative positions among them, and
-        `keys` is ``seq_len`` or, in a layer with a window, its width.
+        ``6 M + 12 N H keys``, summed over the layers: M counts the parameters in
+        matmuls, including the output projection over the vocabulary and the rows of
+        relative positions, and `keys` is ``seq_len`` or, in a layer with a window, its
+        width.
 
         Args:
             seq_len: Tokens of a sequence.
-            causal: The convention, as for decoders. An encoder hides no token from
-                another, so both conventions give the same number.
+            causal: As for decoders. An encoder has no causal mask, so it makes no
+                difference.
         """
         del causal
         if seq_len < 1:
@@ -329,8 +330,8 @@ class EncoderConfig:
         Args:
             mesh_sizes: Size of each mesh axis, as ``dict(mesh.shape)``.
             rules: Mesh axes of each logical axis.
-            batch_size: Rows of a batch over all devices, checked if given.
-            num_tokens: Tokens of a row, checked if given.
+            batch_size: Global batch size, checked if given.
+            num_tokens: Tokens per row, checked if given.
 
         Raises:
             ValueError: the rules use an axis that the mesh lacks, or a size is not

@@ -39,7 +39,7 @@ FAMILIES: dict[str, Family] = {f.model_type: f for f in (*DECODERS, *ENCODERS)}
 
 
 def family_of(config: DecoderConfig | EncoderConfig) -> Family:
-    """The family of transformers that computes what `config` describes.
+    """The transformers family that computes the model of `config`.
 
     Raises:
         ValueError: no family does; for a decoder the message says what the closest one
@@ -111,8 +111,8 @@ def config_from_hf(values: Mapping[str, Any]) -> Any:
         A `DecoderConfig` or an `EncoderConfig`, as ``model_type`` says.
 
     Raises:
-        ValueError: the model type, or a setting that matters, is not supported, or a
-            key is missing.
+        ValueError: the model type, or a setting that changes the result, is not
+            supported, or a key is missing.
 
     Example:
         >>> config = config_from_hf({
@@ -140,7 +140,7 @@ def config_to_hf(
     """The ``config.json`` of a model, in the keys of transformers 4 and 5.
 
     The ids of control tokens are null: they belong to a tokenizer. A decoder that
-    several families compute is written as the first of them: a Mistral without a
+    several families can express is written as the first of them: a Mistral without a
     window, for example, as LLaMA.
 
     Args:
@@ -241,10 +241,10 @@ def _lacking(config: DecoderConfig, family: Family[DecoderConfig]) -> list[str]:
 
 
 def _differences(ours: Any, theirs: Any) -> list[str]:
-    """List where a file would not say what `ours` says."""
+    """List the settings that a file would not express as `ours` does."""
 
     def value(config: Any, name: str) -> Any:
-        """A setting in one of the ways that there may be to say it."""
+        """A setting in its canonical form."""
         found = getattr(config, name)
         if name in ("rotary_dim", "query_pre_attn_scalar"):
             return None if found == config.head_dim else found

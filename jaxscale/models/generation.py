@@ -1,4 +1,4 @@
-"""Settings of generation that a model is published with: ``generation_config.json``."""
+"""Generation settings that a model is published with: ``generation_config.json``."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ _CONFIG = "config.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """The tokens that end a text, and the settings of drawing that its authors advise.
+    """End-of-sequence tokens, and the sampling parameters that its authors recommend.
 
     Example:
         >>> GenerationConfig(eos_ids=(2, 7), temperature=0.6).eos_ids
@@ -27,14 +27,14 @@ class GenerationConfig:
     """Any of these tokens ends a continuation; `jaxscale.inference.generate` takes
     them as ``eos_id``."""
     do_sample: bool = False
-    """Draw tokens; otherwise the most likely one is meant, always."""
+    """Sample tokens; otherwise decoding is greedy."""
     temperature: float | None = None
-    """Logits are divided by it; None where the file does not say."""
+    """Sampling temperature; None if the file has none."""
     top_k: int | None = None
-    """Draw among this many most likely tokens; None where the file does not say."""
+    """Sample from the k most likely tokens; None if the file has none."""
     top_p: float | None = None
-    """Draw among the fewest most likely tokens whose probabilities reach it; None where
-    the file does not say."""
+    """Nucleus sampling: sample from the fewest most likely tokens whose probabilities
+    reach it; None if the file has none."""
     other: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further settings of the file, kept for `save`."""
 
@@ -57,12 +57,12 @@ class GenerationConfig:
         """The settings of a Hugging Face directory.
 
         Args:
-            path: The directory. Where ``generation_config.json`` is missing, the tokens
-                that end a text are those of ``config.json``.
+            path: The directory. Without ``generation_config.json``, the end-of-sequence
+                tokens are those of ``config.json``.
 
         Raises:
             FileNotFoundError: both files are missing.
-            ValueError: a file is damaged, or a setting has no meaning.
+            ValueError: a file is damaged, or a setting is invalid.
 
         Example:
             >>> GenerationConfig.from_file("tests/fixtures/models/llama3_gqa").eos_ids

@@ -1,7 +1,7 @@
-"""Pooling behind an encoder, and heads for the usual tasks.
+"""Pooling after an encoder, and heads for the usual tasks.
 
-Legend: B rows, T tokens of a row, S sequences of a row, D model, E embedding,
-V vocabulary, C labels.
+Legend: B packed rows, T tokens per row, S sequences per row, D model, E embedding, V
+vocabulary, C labels.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """A head: what it is asked, and the layers between encoder and answer.
+    """A head: its task, and the layers between encoder and logits.
 
     Example:
         >>> HeadConfig(kind="sequence", num_labels=3, transform="tanh").pools
@@ -52,20 +52,20 @@ class HeadConfig:
 
     kind: HeadKind
     """``masked_lm``: logits of the vocabulary for each token. ``token``: logits of the
-    labels for each token. ``span``: logits of being the first and the last token of the
-    answer, for each token. ``sequence``: logits of the labels for each sequence.
+    labels for each token. ``span``: start and end logits of extractive question
+    answering, for each token. ``sequence``: logits of the labels for each sequence.
     ``pooler``: the transformed vector of each sequence, without labels."""
     num_labels: int = 0
     """Labels, C; 2 for ``span``, 0 for ``masked_lm`` and ``pooler``."""
     labels: tuple[str, ...] = ()
     """Names of the labels; empty where they have none."""
     problem: Problem = "single_label"
-    """Meaning of the answers of a ``sequence`` head: one label of several by softmax,
-    any number of labels by sigmoids, or numbers that are the answer themselves."""
+    """Problem type of a ``sequence`` head: one label of several (softmax), any number
+    of labels (sigmoids), or regression."""
     pooling: Pooling = "first"
     """Pooling of a sequence: its first token, or the mean or maximum of all."""
     transform: HeadActivation | None = None
-    """Activation of a projection before the last; None has no projection."""
+    """Activation of a projection before the last one; None is no such projection."""
     transform_bias: bool = True
     """Bias of that projection."""
     transform_norm: bool = False
@@ -104,7 +104,7 @@ class HeadConfig:
 
     @property
     def pools(self) -> bool:
-        """True where the output is one for each sequence, not each token."""
+        """True if there is one output per sequence, not per token."""
         return self.kind in ("sequence", "pooler")
 
 
@@ -146,10 +146,10 @@ def pool(
             ids = jnp.where(ids < 0, cu.shape[0] - 1, ids)
             out = jax.ops.segment_max(values, ids, cu.shape[0])[:-1]  # [S, D]
         else:
-            # A product, not a scatter: the same sums in the same order in every run.
+            # A matmul, not a scatter: the same sums in the same order in every run.
             member = ids[None] == jnp.arange(cu.shape[0] - 1)[:, None]  # [S, T]
             count = jnp.maximum(cu[1:] - cu[:-1], 1)[:, None].astype(jnp.float32)
-            # The zeros of the product would carry NaN to the other sequences.
+            # The zeros of the matmul would spread NaN to the other sequences.
             finite = jnp.isfinite(hidden).all(axis=1)  # [T]
             values = jnp.where(((ids >= 0) & finite)[:, None], hidden, 0)
             spoiled = (member & ~finite).any(axis=1)[:, None]  # [S, 1]
@@ -308,7 +308,7 @@ class Head(nnx.Module):
         hidden: Float[Array, "B T D"],
         cu_seqlens: Int[Array, "B seqs_plus_1"] | None = None,
     ) -> Float[Array, "B _ width"]:
-        """Return the input of the last projection: pooled and transformed as asked."""
+        """Return the input of the last projection: pooled and transformed."""
         x = hidden
         if self.config.pools:
             x = pool(x, cu_seqlens, self.config.pooling, self.rules)
@@ -320,10 +320,11 @@ class Head(nnx.Module):
     def output_embedding(
         self, table: Float[Array, "V E"] | None = None
     ) -> tuple[Float[Array, "width answers"], Float[Array, "answers"] | None]:
-        """Kernel and bias of the last projection; `table` where it is tied.
+        """Kernel and bias of the last projection; `table` if it is tied.
 
         Raises:
-            ValueError: the head has none, or it is tied and `table` is missing.
+            ValueError: the head has no projection, or it is tied and `table` is
+                missing.
         """
         if self.output is not None:
             bias = self.output.bias
@@ -336,7 +337,7 @@ class Head(nnx.Module):
 
 
 def make_head(config: EncoderConfig, head: HeadConfig, **options: Any) -> Head:
-    """The head that fits behind an encoder of `config`; `options` as for `Head`."""
+    """The head for an encoder of `config`; `options` as for `Head`."""
     return Head(
         head,
         config.d_model,

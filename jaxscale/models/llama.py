@@ -60,9 +60,9 @@ def llama_tiny() -> DecoderConfig:
 
 
 def llama_1b() -> DecoderConfig:
-    """A 1.14-billion LLaMA to train from scratch: Llama 3.2 1B's shape, small table.
+    """A 1.14-billion LLaMA to train from scratch: Llama 3.2 1B with a small vocabulary.
 
-    Heads are 128 wide, as in the large models, which the kernels prefer to 64.
+    The head dim is 128, as in large models, with which kernels are faster than with 64.
     """
     return _llama(
         d_model=2048,
@@ -226,15 +226,16 @@ def llama_keys(
     hidden_act: str | None = "silu",
     rope: tuple[float, RopeScaling | None] | None = None,
 ) -> dict[str, Any]:
-    """The settings that LLaMA and the families after it have under the same keys.
+    """The settings that LLaMA and its successors have under the same keys.
 
     Args:
         values: The parsed file.
-        hidden_act: The only activation that is supported; None does not read it.
+        hidden_act: The only supported activation; None does not read it.
         rope: What `read_rope` gives; None reads it.
 
     Raises:
-        ValueError: a setting that matters is not supported, or a key is missing.
+        ValueError: a setting that changes the result is not supported, or a key is
+            missing.
     """
     if hidden_act is not None:
         require(values, "hidden_act", hidden_act)
@@ -277,7 +278,7 @@ def write_llama_keys(config: DecoderConfig) -> dict[str, Any]:
 
 
 def llama_tensors(config: DecoderConfig) -> list[TensorMap]:
-    """Every tensor of LLaMA; the families after it have the same, and more."""
+    """Every tensor of LLaMA; its successors have the same, and more."""
     block, ours = "model.layers.{layer}.", "blocks."
     bias, mlp = config.attention_bias, config.mlp_bias
     out_bias = config.attention_out_bias

@@ -11,12 +11,12 @@ from jaxscale.models.families import DECODERS, ENCODERS
 PRESETS: dict[str, Callable[[], DecoderConfig]] = {
     preset.__name__: preset for family in DECODERS for preset in family.presets
 }
-"""Functions that make the configuration of a decoder."""
+"""Functions that make the configuration of a decoder, by name."""
 
 ENCODER_PRESETS: dict[str, Callable[[], EncoderConfig]] = {
     preset.__name__: preset for family in ENCODERS for preset in family.presets
 }
-"""Functions that make the configuration of an encoder."""
+"""Functions that make the configuration of an encoder, by name."""
 
 
 def preset(name: str) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""Decoders whose weights are numbers of 8 bits, for inference."""
+"""Decoders with 8-bit weights, for inference."""
 
 import functools
 from collections.abc import Callable
@@ -20,24 +20,23 @@ from jaxscale.sharding.rules import AxisRules
 def quantize(
     model: Decoder, weights: Quantization = "int8", *, mesh: Mesh | None = None
 ) -> Decoder:
-    """The model as `Decoder.for_inference` gives it, with weights of 8 bits.
+    """The model as `Decoder.for_inference` returns it, with 8-bit weights.
 
     The kernels of attention, feed-forward networks and output projection become
-    `jaxscale.nn.QuantizedLinear`: numbers of 8 bits with a scale for each output
-    feature, rounded to the nearest. Activations, sums, norms, biases and the table of
-    tokens stay as they are. Where the table is the output projection too (tied
-    embeddings), the projection is a quantized copy of it: a step reads the copy alone.
-    Layers that pruning has made sparse stay as they are.
+    `jaxscale.nn.QuantizedLinear`: 8-bit values with a scale per output feature, rounded
+    to nearest. Activations, sums, norms, biases and the embedding table keep their
+    types. With tied embeddings the output projection is a quantized copy of the table,
+    and a step reads only the copy. Sparse layers stay as they are.
 
     The result is for inference: it has no derivatives and cannot be saved. Layers are
-    quantized one after another; the model given is left alone. To have no more than
-    one block in its own type at a time, quantize while loading:
-    ``load(path, quantization="int8")``.
+    quantized one after another; the given model is not changed. To hold at most one
+    unquantized block at a time, quantize while loading: ``load(path,
+    quantization="int8")``.
 
     Args:
-        model: A decoder, also one that `Decoder.for_inference` gave.
+        model: A decoder, before or after `Decoder.for_inference`.
         weights: ``"int8"``, or ``"fp8"`` (E4M3).
-        mesh: Where to put the model; by default it stays on the mesh that it is on.
+        mesh: Target devices; by default the model's own mesh.
 
     Raises:
         ValueError: `weights` is unknown, a weight is NaN or infinite, or the model is
@@ -69,12 +68,12 @@ def quantize_read(
     mesh: Mesh | None,
     rules: AxisRules,
 ) -> nnx.Module:
-    """A block as it was read, prepared for inference and quantized.
+    """Prepare a block for inference, as it was read, and quantize it.
 
     Args:
-        block: A single one, not of a stack.
-        number: Of the block, for messages.
-        weights: Type of the numbers.
+        block: A single block, not a stack.
+        number: Number of the block, for messages.
+        weights: Type of the quantized weights.
         mesh: The devices; None is where the block is.
         rules: Mesh axes of each logical axis, those of `serving_rules`.
 
@@ -88,7 +87,7 @@ def quantize_read(
 
 
 def quantize_rest(model: Decoder, weights: Quantization, mesh: Mesh | None) -> Decoder:
-    """The model, changed in place, whose blocks are quantized: projection and tables.
+    """Quantize the output projection and the tables of a model with quantized blocks.
 
     Raises:
         ValueError: a weight is NaN or infinite.
@@ -105,7 +104,7 @@ def quantize_rest(model: Decoder, weights: Quantization, mesh: Mesh | None) -> D
 def replace_linear(
     module: nnx.Module, make: Callable[[Linear, str], QuantizedLinear]
 ) -> None:
-    """Put what ``make(layer, path)`` gives into the place of each `Linear`, in turn."""
+    """Replace each `Linear` by ``make(layer, path)``, one after the other."""
     for path, parent in list(nnx.iter_modules(module)):
         for attribute, layer in list(vars(parent).items()):
             if isinstance(layer, Linear):
@@ -114,7 +113,7 @@ def replace_linear(
 
 
 def quantized_head(model: Decoder, weights: Quantization) -> QuantizedLinear:
-    """The output projection with weights of 8 bits; of tied embeddings a copy."""
+    """The output projection with 8-bit weights; for tied embeddings a copy."""
     kernel, bias = model.output_embedding()
     return QuantizedLinear(
         kernel,

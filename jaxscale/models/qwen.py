@@ -164,7 +164,7 @@ def _keys(values: Keys) -> dict[str, Any]:
 
 
 def _full_layers(values: Keys, window: int | None) -> tuple[int, ...]:
-    """The layers that see the whole sequence."""
+    """The layers with global attention."""
     if "layer_types" in values:
         return full_layers(values, window)
     first = values.get("max_window_layers", 28)

@@ -1,4 +1,4 @@
-"""A decoder made ready to serve: parameters as compiled programs read them best."""
+"""Prepare a decoder for serving: parameters in the layout that serves fastest."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from jaxscale.sharding.rules import AxisRules
 
 
 def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> Model:
-    """`Decoder.for_inference`: `model` as compiled programs read it best."""
+    """`Decoder.for_inference`: `model` in the layout that serves fastest."""
     result: Any = model
     if mesh is None and _is_served(result):
         return result
@@ -47,7 +47,7 @@ def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> 
 
 
 def _is_served(model: Any) -> bool:
-    """Whether the model is what `for_inference` has made."""
+    """Whether `for_inference` has made the model."""
     if isinstance(model.blocks, Block):
         return False
     readers = [m for _, m in nnx.iter_modules(model) if isinstance(m, Attention | MLP)]
@@ -57,10 +57,11 @@ def _is_served(model: Any) -> bool:
 def compiled[M](
     fn: Callable[[Any], M], module: Any, mesh: Mesh | None, rules: AxisRules
 ) -> M:
-    """``fn(module)``, compiled, on the devices that `rules` say, or where `module` is.
+    """``fn(module)``, compiled, on the devices that `rules` choose, or those of
+    `module`.
 
     Args:
-        fn: What is called; it is traced once for modules that are alike.
+        fn: The function; it is traced once for modules of the same structure.
         module: A module.
         mesh: The devices; None is where `module` is.
         rules: Mesh axes of each logical axis.
@@ -79,11 +80,10 @@ def serving_mesh(mesh: Mesh) -> Mesh:
 
 
 def serving_rules(rules: AxisRules) -> AxisRules:
-    """`rules` in which nothing is split over what splits the batch or the layers.
+    """`rules` with only tensor parallelism left.
 
-    Requests share the pages of their keys and values, so every such device would need
-    all of them; and parameters that are stored in parts would be gathered for each
-    token. Tensor parallelism is left.
+    Requests share one page pool, so data-parallel devices would each need all of it;
+    and FSDP would gather parameters for each token.
     """
     names = [field.name for field in dataclasses.fields(rules)]
     return rules.without(
@@ -92,7 +92,7 @@ def serving_rules(rules: AxisRules) -> AxisRules:
 
 
 def prepared_model(model: Any, sizes: dict[str, int]) -> Any:
-    """`model` with single blocks, in the type of the computation, inputs joined.
+    """`model` unstacked, in the type of the computation, with merged input projections.
 
     Args:
         model: A decoder with the rules of `serving_rules`.
@@ -106,7 +106,7 @@ def prepared_model(model: Any, sizes: dict[str, int]) -> Any:
 def serving_config(
     config: DecoderConfig, rules: AxisRules, sizes: dict[str, int]
 ) -> DecoderConfig:
-    """The shape of a model that `prepare` has prepared.
+    """The abstract model that `prepare` returns.
 
     Args:
         config: The shape of the model.
@@ -125,7 +125,7 @@ def serving_config(
 
 
 def prepare[M: nnx.Module](module: M, rules: AxisRules, sizes: dict[str, int]) -> M:
-    """Convert, repeat and join parameters of a model, or of a block, in place.
+    """Convert, repeat and merge parameters of a model, or of a block, in place.
 
     Args:
         module: Its blocks are no stack.
@@ -154,7 +154,7 @@ def prepare[M: nnx.Module](module: M, rules: AxisRules, sizes: dict[str, int]) -
 
 
 def _can_repeat(config: Any, ways: int) -> bool:
-    """Whether there are fewer key/value heads than devices, but each for as many."""
+    """Whether fewer key/value heads than devices divide evenly over them."""
     heads = config.num_kv_heads
     return heads < ways and ways % heads == 0 and config.num_heads % ways == 0
 
@@ -162,8 +162,8 @@ def _can_repeat(config: Any, ways: int) -> bool:
 def _repeat_heads(attention: Attention, ways: int) -> None:
     """Make as many key/value heads as devices, if there are fewer.
 
-    Each of them is there several times: a device has the one that its query heads read,
-    and its pages hold no other.
+    Each head is repeated: a device has the one that its query heads read, and its pages
+    hold no other.
     """
     if not _can_repeat(attention.config, ways):
         return  # as it is, or as cannot be

@@ -1,7 +1,7 @@
-"""A stack of Transformer blocks: how it is made and run.
+"""A stack of Transformer blocks: construction and execution.
 
-The parameters of the blocks are stacked along a leading ``layers`` axis. Legend:
-B batch, T tokens of a row, D model, L layers.
+The parameters of the blocks are stacked along a leading ``layers`` axis. Legend: B
+batch, T tokens of a (packed) row, D model, L layers.
 """
 
 import functools
@@ -33,12 +33,12 @@ from pallas_kernels.tile_sparse_matmul.api import OUT_NAME as TILE_SPARSE_NAME
 
 
 type _Carry = tuple[Array, tuple[Any, ...]]
-"""The residual stream, and what the state carries."""
+"""The residual stream, and the carried part of the state."""
 type _Layer = tuple[Block, Array | None]
-"""A block, and whether it is a layer."""
+"""A block, and whether it is active."""
 
 _policies = jax.checkpoint_policies
-# A fused product is no dot to the policies; the names are those of the results.
+# A fused matmul is no dot to the policies; the names are those of the results.
 _linear_saveable = _policies.save_from_both_policies(
     _policies.dots_with_no_batch_dims_saveable,
     _policies.save_only_these_names(
@@ -54,7 +54,7 @@ _gathered_saveable = _policies.save_only_these_names(GATHERED_NAME)
 
 
 def _attention_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
-    """Keep the results of linear layers and of fused attention."""
+    """Save the results of linear layers and of fused attention."""
     return (
         # cuDNN's forward pass, whose result and log-sum-exp carry no names.
         primitive.name.startswith("dot_product_attention_fwd")
@@ -72,21 +72,21 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "dots_no_batch": _linear_saveable,
     "attention": _attention_saveable,
 }
-"""Policies that say what the forward pass of a block keeps for the backward pass.
+"""Activation checkpointing: what a block's forward pass saves for the backward pass.
 
 - ``none``: everything. Fastest, most memory.
-- ``full``: the block's input only; the block is computed twice.
-- ``dots``: results of all matrix products, attention scores among them.
+- ``full``: the block's input only; the block is recomputed.
+- ``dots``: results of all matmuls, attention scores among them.
 - ``dots_no_batch``: results of the linear layers; attention and elementwise operations
-  are computed twice.
+  are recomputed.
 - ``attention``: the same and the results of fused attention (ours, cuDNN's), so that
-  only elementwise operations are computed twice. The usual choice.
+  only elementwise operations are recomputed. The usual choice.
 
-Linear layers that multiply in fp8 keep their inputs in fp8 with ``none``; with the
-others they round them again, unless a policy of yours keeps the name ``fp8_operand``.
+fp8 linear layers save their inputs in fp8 with ``none``; with the others they quantize
+them again, unless your own policy saves the name ``fp8_operand``.
 
-With ``tensor_parallel="fused"`` the last three also keep the gathered inputs of the
-linear layers, which only the kernel could make again; ``"xla"`` gathers them again.
+With ``tensor_parallel="fused"`` the last three also save the gathered inputs of the
+linear layers, which only the kernel could recompute; ``"xla"`` gathers them again.
 """
 
 
@@ -109,10 +109,10 @@ def make_stack(
 
 
 def unstacked[Model: nnx.Module](model: Model) -> Model:
-    """`model` with each of its ``blocks`` holding parameters of its own.
+    """`model` with unstacked ``blocks``, each with its own parameters.
 
     A compiled program that runs the blocks of a stack one by one copies each parameter
-    out of it; those of single blocks it reads where they are.
+    out of the stack; unstacked parameters are read in place.
     """
     result: Any = jax.tree.map(lambda p: p, model)
     result.scan_layers = False
@@ -128,7 +128,7 @@ def unstacked[Model: nnx.Module](model: Model) -> Model:
 
 
 def single_block(blocks: Block, layer: int) -> Block:
-    """One block of a stack, whose parameters have no axis of layers."""
+    """One block of a stack, without the layer axis."""
     block = jax.tree.map(lambda p: p[layer], blocks)
     is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
     for variable in jax.tree.leaves(block, is_leaf=is_variable):
@@ -150,21 +150,20 @@ def run_stack[State: AttentionState](
     active: Bool[Array, "L"] | None = None,
     call: Callable[[Block, Array, State], tuple[Array, State]] | None = None,
 ) -> tuple[Float[Array, "B T D"], State]:
-    """`x` and `state` after all blocks, ``x, state = block(x, state)`` in turn.
+    """Run all blocks in turn, ``x, state = block(x, state)``.
 
     Args:
-        blocks: The stack, or blocks that `unstacked` made, which are not scanned.
+        blocks: The stack, or the result of `unstacked`, which is not scanned.
         x: Residual stream.
-        state: The state of attention. Only what it carries goes from layer to layer.
+        state: The attention state, whose carried fields are passed from layer to layer.
         variants: The attention of each layer. A scan compiles the shortest pattern that
             repeats.
         remat: A name of `REMAT_POLICIES`.
-        scan: Loop over the blocks in the compiled program, instead of one copy each.
-        order: Number of the block that each layer is, where layers share blocks.
-        keep_gathered: True keeps what `all_gather_matmul` gathered, too, where `remat`
-            keeps results of linear layers.
-        active: Which blocks are layers; `x` passes the others as it is. All are if
-            None.
+        scan: Scan over the blocks in the compiled program, instead of one copy each.
+        order: Block number of each layer, if layers share blocks.
+        keep_gathered: True also saves the gathered input of `all_gather_matmul`, if
+            `remat` saves results of linear layers.
+        active: Which blocks are layers; the others pass `x` through. None: all are.
         call: How a block is called; ``block(x, state)`` if None.
     """
     num_layers = len(variants)
@@ -197,7 +196,7 @@ def run_stack[State: AttentionState](
     if scan and isinstance(blocks, Block):
         period = period_of(variants)
         done = num_layers // period * period
-        # Forms that carry nothing never ask which layer they are at.
+        # States that carry nothing do not need the layer number.
         firsts = jnp.arange(0, done, period) if state.carried else None
         if order is not None and len(set(order)) == 1:
             parts, block_of = None, lambda part, i: block_at(0)
@@ -237,8 +236,8 @@ def run_stack[State: AttentionState](
 def _split(stack: Any) -> list[Any]:
     """The parts of a stack along its first axis.
 
-    The transpose of one split is one concatenation. That of taking one part after the
-    other is a sum of as many arrays as there are parts, each as large as the stack.
+    The transpose of one split is one concatenation. The transpose of slicing part by
+    part is a sum of as many arrays as there are parts, each as large as the stack.
     """
     leaves, tree = jax.tree.flatten(stack)
     parts = [
@@ -259,7 +258,7 @@ def _run_block(
     remat: str,
     keep_gathered: bool,
 ) -> _Carry:
-    """One layer; those that are alike are traced and lowered once, not each."""
+    """One layer; equal layers are traced and lowered once."""
 
     def run(block: Block, x: Array, carried: tuple[Any, ...]) -> _Carry:
         x, after = block(x, state.carrying(carried).at(layer, variant))
@@ -272,7 +271,7 @@ def _run_block(
 def _checkpointed[**P, R](
     run: Callable[P, R], remat: str, keep_gathered: bool, *, scan: bool
 ) -> Callable[P, R]:
-    """`run`, whose backward pass finds what `remat` keeps and nothing else."""
+    """`run` with activation checkpointing as `remat` says."""
     policy = REMAT_POLICIES[remat]
     if policy is None:
         return run
@@ -289,21 +288,21 @@ def look_up(
     rules: AxisRules,
     row_axes: Sequence[tuple[str, ...]] | None = None,
 ) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"] | None]:
-    """The sum of rows of several tables, and the tokens that are lost.
+    """The sum of look-ups in several tables, and the tokens whose look-up failed.
 
-    An index outside of its table gives NaN, which attention would carry from a packed
-    sequence to its neighbors: kernels multiply values that they mask by zero. So the
-    whole sequence takes row 0, and `lose` makes its activations NaN in the end.
+    An index outside of its table gives NaN, which attention would spread from a packed
+    sequence to its neighbors: kernels multiply masked values by zero. So the whole
+    sequence takes row 0, and `lose` sets its activations to NaN in the end.
 
     Args:
-        state: The state of attention.
+        state: The attention state.
         lookups: Indices, and the table that they are rows of.
-        rules: The table of the recipe.
+        rules: The sharding rules.
         row_axes: The `row_axes` of each table, as `Embed` takes them; none if None.
 
     Returns:
-        The sum, and which tokens mean nothing; None if rows are not packed, where NaN
-        reaches nothing but its own row.
+        The sum, and which tokens are undefined; None if rows are not packed, where NaN
+        stays in its own row.
     """
     lost, split = None, row_axes or [()] * len(lookups)
     if isinstance(state, Packed):
@@ -326,7 +325,7 @@ def look_up(
 def lose(
     x: Float[Array, "B T D"], lost: Bool[Array, "B T"] | None, rules: AxisRules
 ) -> Float[Array, "B T D"]:
-    """`x` with NaN at the tokens that `look_up` calls lost."""
+    """`x` with NaN at the tokens that `look_up` marked."""
     if lost is None:
         return x
     lost = constrain(lost, ("batch", "tokens"), rules)
@@ -334,7 +333,7 @@ def lose(
 
 
 def period_of(variants: Sequence[Any]) -> int:
-    """Length of the shortest pattern whose repetition begins with `variants`."""
+    """Length of the shortest repeating pattern of `variants`."""
     return next(
         size
         for size in range(1, len(variants) + 1)

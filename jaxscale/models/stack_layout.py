@@ -1,6 +1,6 @@
-"""How the layers of a stack are stored for the stages of a pipeline.
+"""How the layers of a stack are stored for pipeline stages.
 
-Legend: L layers, v chunks a stage, p stages, k places of a chunk.
+Legend: L layers, v chunks per stage, p stages, k places per chunk.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from jaxscale.sharding.schedule import place_layers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackLayout:
-    """Where each layer of a stack lies.
+    """Where each layer of a stack is stored.
 
-    One chunk a stage and layers that divide need no layout of their own: the parameters
-    are [L, ...] with the axis ``layers``, whose p parts are the stages. Otherwise they
-    are [v, p, k, ...] with the axes ``rounds``, ``layers`` and ``places``, so that a
-    device holds the chunks of its stage; a place without a layer holds zeros.
+    With one chunk per stage and layers that divide, the parameters stay [L, ...] with
+    the axis ``layers``, whose p parts are the stages. Otherwise they are [v, p, k, ...]
+    with the axes ``rounds``, ``layers`` and ``places``, so that a device holds the
+    chunks of its stage; a place without a layer holds zeros.
 
     Example:
         >>> StackLayout(num_layers=8, stages=2).is_flat
@@ -48,7 +48,7 @@ class StackLayout:
     stages: int = 1
     """Stages of the pipeline, p."""
     chunks: int = 1
-    """Parts of the layers that each stage holds, v."""
+    """Model chunks per stage (virtual stages), v."""
 
     def __post_init__(self) -> None:
         place_layers(self.num_layers, self.stages, self.chunks)  # raises
@@ -74,7 +74,7 @@ class StackLayout:
         return self.places.size == self.num_layers
 
     def holds(self, tree: Any) -> bool:
-        """Whether the stack of a module, or of a tree of variables, lies so."""
+        """Whether the stack of a module, or of a tree of variables, has this layout."""
         leading = (self.num_layers,) if self.is_flat else self.places.shape
         axes = ("layers",) if self.is_flat else STACK_AXES
         variables = jax.tree.leaves(tree, is_leaf=_variable)
@@ -84,7 +84,7 @@ class StackLayout:
         )
 
     def arrange_array(self, x: Shaped[Array, "L ..."]) -> Shaped[Array, "v p k ..."]:
-        """An array of layers, each moved to its place."""
+        """An array of layers, rearranged to this layout."""
         if self.is_even:
             return x.reshape(*self.places.shape, *x.shape[1:])
         index = np.where(self.places < 0, self.num_layers, self.places)
@@ -120,8 +120,8 @@ def flat_stack[Tree](tree: Tree, num_layers: int) -> Tree:
 def place_variants(config: DecoderConfig, layout: StackLayout) -> list[AttentionConfig]:
     """The attention of the layer at each place of a chunk.
 
-    All stages run one program, so the layers at the same place of all chunks attend in
-    the same way.
+    All stages run one program, so the layers at the same place of all chunks must have
+    the same attention.
 
     Raises:
         ValueError: they do not.
@@ -137,7 +137,7 @@ def place_variants(config: DecoderConfig, layout: StackLayout) -> list[Attention
 
 
 def _no_repetition(config: DecoderConfig, layout: StackLayout, place: int) -> str:
-    """Say which pattern of windows does not repeat, and which chunks would fit."""
+    """The error for windows that do not repeat, with chunks that would fit."""
     name = "window_pattern" if config.window_pattern else "global_layers"
     count, stages = config.num_layers, layout.stages
     chunks = [v for v in range(1, count // stages + 1) if _repeats(config, stages, v)]

@@ -1,9 +1,9 @@
 """Text to token ids and back: a ``tokenizer.json``, or byte-level BPE trained here.
 
-The work is done by the `tokenizers` library of Hugging Face, an optional dependency
-(extra ``infer`` or ``train``). This module adds what a language
-model needs around it: the ids that begin, end and pad a document, and encoding that
-never turns the text of a document into a control token.
+It wraps the `tokenizers` library of Hugging Face, an optional dependency (extra
+``infer`` or ``train``), and adds what a language model needs: the ids that begin, end
+and pad a document, and encoding that never turns the text of a document into a control
+token.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ _USUAL_NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodedText:
-    """A text, or a pair, as a model for classification or embeddings reads it.
+    """An encoded text or pair, as a model for classification or embeddings takes it.
 
     Example:
         >>> text = EncodedText(
@@ -59,11 +59,11 @@ class EncodedText:
     """
 
     ids: list[int]
-    """Token ids, with the control tokens of the file's template."""
+    """Token ids, including the control tokens of the template."""
     types: list[int]
     """0 for tokens of the first text, 1 for those of the second."""
     spans: list[tuple[int, int]]
-    """Characters of its text that each token stands for; (0, 0) for control tokens."""
+    """Character span of each token in its text; (0, 0) for control tokens."""
     control: list[bool]
     """True for the tokens that the template added."""
 
@@ -101,11 +101,10 @@ class Tokenizer:
             backend: The `tokenizers.Tokenizer`; a copy of it is kept.
             bos_token: The token that begins a document, None if there is none.
             eos_token: The token that ends a document, None if there is none.
-            pad_token: The token that fills unused places, None if there is none.
-            mask_token: The token that stands for one to be guessed, None if there is
-                none.
-            settings: The other entries of ``tokenizer_config.json``, such as
-                ``model_max_length`` or ``chat_template``: kept for `save`.
+            pad_token: The padding token, None if there is none.
+            mask_token: The mask token, None if there is none.
+            settings: Other entries of ``tokenizer_config.json``, such as
+                ``model_max_length`` or ``chat_template``, kept for `save`.
 
         Raises:
             ValueError: a control token is not in the vocabulary.
@@ -183,7 +182,7 @@ class Tokenizer:
         vocab_size: int,
         special_tokens: Sequence[str] = ("<|endoftext|>",),
     ) -> "Tokenizer":
-        """Byte-level BPE learned from `texts`; the same texts give the same tokenizer.
+        """Train byte-level BPE on `texts`; the same texts give the same tokenizer.
 
         All 256 bytes are in the vocabulary, so every text can be encoded and comes back
         unchanged. The control tokens have the first ids.
@@ -238,7 +237,7 @@ class Tokenizer:
     def save(self, path: str | Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` for `from_file`.
 
-        What the files said that this one came from stays: control tokens without a role
+        Other settings of the original files are kept: control tokens without a role
         here, ``model_max_length``, the chat template.
 
         Args:
@@ -274,16 +273,16 @@ class Tokenizer:
         """The token ids of `text`.
 
         The name of a control token inside the text is ordinary text; control tokens
-        come only from the two switches. (Not so where the vocabulary itself has that
-        name as a piece, as SentencePiece's does: ``"[SEP]"`` in the text of DeBERTa-v3
-        is that token.)
+        come only from the two switches. (Except if the vocabulary itself has that name
+        as a piece, as SentencePiece's does: ``"[SEP]"`` in the text of DeBERTa-v3 is
+        that token.)
 
         Args:
             text: One document.
             add_bos: Put `bos_id` before it.
             add_eos: Put `eos_id` after it.
-            control_tokens: Take names of control tokens for what they name. Only for
-                text of the model's maker, such as what a chat template writes.
+            control_tokens: Parse names of control tokens. Only for trusted text, such
+                as the output of a chat template.
 
         Raises:
             ValueError: the wanted control token does not exist.
@@ -318,15 +317,17 @@ class Tokenizer:
         *,
         max_length: int | None = None,
     ) -> list[EncodedText]:
-        """Texts and pairs of texts within the template of the file, as BERT reads them.
+        """Encode texts and pairs of texts with the template of the file, as BERT takes
+        them.
 
         A single text becomes ``[CLS] text [SEP]``, a pair ``[CLS] a [SEP] b [SEP]``, or
-        what else the file says; a file without a template adds nothing.
+        as the file says; without a template nothing is added.
 
         Args:
             texts: Each a text, or a pair: two sentences, a question and its context.
-            max_length: Most tokens, control tokens included; longer texts are cut at
-                the end, of a pair the longer text first. None cuts nothing.
+            max_length: Maximum tokens, control tokens included; longer texts are
+                truncated at the end, of a pair the longer text first. None does not
+                truncate.
 
         Raises:
             ValueError: `max_length` leaves no room for the control tokens.
@@ -362,8 +363,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `ids`; bytes that are not valid UTF-8 become U+FFFD.
 
-        Ids past the vocabulary have no text: models often have more rows, so that their
-        number divides well.
+        Ids past the vocabulary have no text: models often pad the vocabulary.
 
         Args:
             ids: Token ids.
@@ -453,7 +453,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id: the rows that an embedding needs."""
+        """One more than the largest token id: the vocabulary size of an embedding."""
         return self._vocab_size
 
     @functools.cached_property
@@ -468,10 +468,11 @@ class Tokenizer:
 
     @property
     def adds_bos(self) -> bool:
-        """Whether documents and prompts begin with `bos_id`, as the files say.
+        """Whether documents and prompts begin with `bos_id`, according to the files.
 
-        ``add_bos_token`` says it, or the template of ``tokenizer.json``. Without both,
-        a token that only begins documents is added, one that also ends them is not.
+        Decided by ``add_bos_token``, or the template of ``tokenizer.json``. Without
+        both, a token that only begins documents is added, one that also ends them is
+        not.
         """
         bos, said = self.bos_id, self._settings.get("add_bos_token")
         if bos is None or isinstance(said, bool):
@@ -487,12 +488,12 @@ class Tokenizer:
 
     @property
     def pad_id(self) -> int | None:
-        """The id that fills unused places, None if there is none."""
+        """The id of the padding token, None if there is none."""
         return self._ids["pad"]
 
     @property
     def mask_id(self) -> int | None:
-        """The id that stands for a token to be guessed, None if there is none."""
+        """The id of the mask token, None if there is none."""
         return self._ids["mask"]
 
     @property
@@ -524,22 +525,22 @@ class Tokenizer:
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens of a text of its model, as `with_max_length` notes them; None
-        where nothing is noted, or a number that is no limit.
+        """Maximum tokens of a sequence of its model, as set by `with_max_length`; None
+        if not set, or set to a number that is no limit.
         """
         noted: Any = self._settings.get("model_max_length")
-        # Where there is no limit, files say a number of thirty digits.
+        # For no limit, files have a number of thirty digits.
         is_limit = isinstance(noted, int | float) and 1 <= noted < 10**9
         return int(noted) if is_limit else None
 
     def with_max_length(self, max_length: int) -> "Tokenizer":
-        """Return this tokenizer with another note on how long texts of its model are.
+        """Return this tokenizer with another maximum length.
 
-        `save` writes it as ``model_max_length``, by which transformers cuts texts and
-        which `Encoder` takes; `encode_inputs` cuts where it is told to.
+        `save` writes it as ``model_max_length``, to which transformers and `Encoder`
+        truncate; `encode_inputs` truncates only to its own argument.
 
         Args:
-            max_length: Most tokens of a text.
+            max_length: Maximum tokens of a sequence.
         """
         settings = self._settings | {"model_max_length": max_length}
         return _restore(self._backend.to_str(), self._tokens, settings)
@@ -563,7 +564,7 @@ class Tokenizer:
 
 
 def _copy(backend: Any) -> Any:
-    """A tokenizer whose settings may be changed."""
+    """A copy of the tokenizer, whose settings may be changed."""
     copied = _require_tokenizers().Tokenizer.from_str(backend.to_str())
     copied.encode_special_tokens = True
     return copied
@@ -579,10 +580,10 @@ def _restore(
 
 
 def _without_long_runs(text: str) -> Iterator[str]:
-    """The text in pieces, none of which holds a long run without a word boundary.
+    """The text in pieces, none of which has a long run without a word boundary.
 
-    Training takes time with the square of the longest word, and the word of a text
-    without spaces is the whole text. Ordinary text comes back in one piece.
+    Training time is quadratic in the longest word, and a text without spaces is a
+    single word. Ordinary text stays in one piece.
     """
     start = 0
     for run in re.finditer(rf"\S{{{_LONGEST_RUN},}}|\s{{{_LONGEST_RUN},}}", text):

@@ -1,7 +1,7 @@
-"""The files of a tokenizer's directory, beside those of the `tokenizers` library.
+"""The files of a tokenizer's directory besides ``tokenizer.json``.
 
-A ``tokenizer_config.json`` names the control tokens and holds what else is known of a
-tokenizer: its longest text, its chat template.
+A ``tokenizer_config.json`` names the control tokens and has the other settings of a
+tokenizer: maximum length, chat template.
 """
 
 import functools
@@ -26,7 +26,7 @@ _ALIASES = {"bos": "cls", "eos": "sep"}
 _MOST_TOKENS = 2**24
 _LONGEST_TOKEN = 2**16
 
-# What directories hold that were saved without a tokenizer.json, DeBERTa-v3's first.
+# Files of directories without a tokenizer.json, DeBERTa-v3's first.
 _OTHER_FILES = {
     "spm.model": "SentencePiece",
     "spiece.model": "SentencePiece",
@@ -39,9 +39,9 @@ _OTHER_FILES = {
 def check_ids(file: Path) -> None:
     """Check ids and lengths of the tokens of a ``tokenizer.json``.
 
-    The library, which checks the rest, makes tables as long as the largest id and trees
-    as deep as the longest token, and ends the process where there is no memory for
-    them; of two tokens with one id it forgets one.
+    The library, which checks the rest, allocates tables as long as the largest id and
+    trees as deep as the longest token, and ends the process if there is no memory for
+    them; of two tokens with one id it drops one.
 
     Raises:
         ValueError: the file is no JSON object, an id is no integer or too large, a
@@ -158,7 +158,7 @@ def _byte_characters() -> dict[str, int]:
 
 
 def piece_bytes(piece: str) -> bytes:
-    """The bytes for which a piece of a vocabulary stands, if it is part of a character.
+    """The bytes of a vocabulary piece, if it is part of a character.
 
     Args:
         piece: Of a byte-level vocabulary, or ``<0xE4>`` as SentencePiece writes bytes.

@@ -1,8 +1,8 @@
-"""Vocabularies that do not divide over the devices: padded in memory, and only there.
+"""Padding of vocabularies that do not divide over the devices, in memory only.
 
-Tables and output projections get rows of zeros behind the vocabulary. No look-up takes
-one, no logit is made of one, so their gradients are zero and they stay zero; files have
-none of them. Where the vocabulary divides nothing is added.
+Tables and output projections get rows of zeros after the vocabulary. No look-up reads
+them and no logit uses them, so their gradients are zero and they stay zero; files do
+not contain them. If the vocabulary divides, nothing is added.
 """
 
 import math
@@ -21,7 +21,7 @@ from jaxscale.sharding.rules import AxisRules, as_tuple
 
 
 _MULTIPLE = 128
-"""Rows of padded tables are a multiple of it, so that most meshes pad alike, and
+"""Padded tables have a multiple of this many rows, so that most meshes pad alike, and
 kernels find whole tiles (as Megatron's ``make_vocab_size_divisible_by``)."""
 
 
@@ -51,7 +51,7 @@ def vocabulary_rows(
 
 
 def ways_of(axis: str, mesh_sizes: Mapping[str, int], rules: AxisRules) -> int:
-    """Among how many devices of a mesh a logical axis is split."""
+    """Number of devices of a mesh that a logical axis is split over."""
     names = as_tuple(rules.spec(axis)[0])
     return math.prod(mesh_sizes.get(name, 1) for name in names)
 
@@ -91,7 +91,7 @@ def vocabulary_dimensions(tree: Any) -> dict[str, int]:
 
 
 def with_rows(array: jax.Array, dimension: int, rows: int) -> jax.Array:
-    """`array` with so many rows along a dimension: zeros are added, or rows cut off.
+    """`array` padded with zeros, or truncated, to `rows` along a dimension.
 
     Args:
         array: Any array.
@@ -108,9 +108,9 @@ def with_rows(array: jax.Array, dimension: int, rows: int) -> jax.Array:
 def real_logits(
     logits: Float[Array, "B T rows"], vocab_size: int, rules: AxisRules
 ) -> Float[Array, "B T V"]:
-    """The logits of the vocabulary, without those of the rows behind it.
+    """The logits of the vocabulary, without the padding.
 
-    So few tokens do not divide over the devices: each has the logits of all of them.
+    The unpadded vocabulary does not divide over the devices: each gets all logits.
 
     Args:
         logits: Logits of all rows.

@@ -1,4 +1,4 @@
-"""Neural network modules, and the packing of sequences that they run on."""
+"""Neural network modules, and the sequence packing that they run on."""
 
 from jaxscale.nn.attention import AttentionConfig, attention
 from jaxscale.nn.blocks import MLP, Block, BlockConfig, make_norm

@@ -30,36 +30,35 @@ def attention(
     softcap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """``softmax(mask(softcap(scale * q k^T))) v`` with N / K query heads a key head.
+    """``softmax(mask(softcap(scale * q k^T))) v`` with N / K query heads per key head.
 
     Args:
         q: Queries.
         k: Keys.
         v: Values.
-        cu_seqlens: Packed rows: sequence `i` of row `b` is the tokens from
-            ``cu_seqlens[b, i]`` to ``cu_seqlens[b, i + 1]`` and attends only to itself;
-            tokens past the last sequence give zeros. None: a row is one sequence.
-        cu_seqlens_k: The same of the keys, where a sequence has more or fewer of them
-            than queries (a chunk of a prompt and what lies before it); None takes
-            `cu_seqlens`.
-        causal: A query sees no later key; the last query of a sequence sees its last
-            key.
-        window: (left, right): a query sees at most so many keys before and after its
-            own position; None is no limit.
+        cu_seqlens: Sequence packing: sequence `i` of batch element `b` is the tokens
+            from ``cu_seqlens[b, i]`` to ``cu_seqlens[b, i + 1]`` and attends only to
+            itself; tokens past the last sequence give zeros. None: each batch element
+            is one sequence.
+        cu_seqlens_k: The same for the keys, if a sequence has more or fewer keys than
+            queries (a chunk of a prompt after its beginning); None takes `cu_seqlens`.
+        causal: A query attends to no later key; the last query of a sequence attends to
+            its last key.
+        window: (left, right): a query attends to at most so many keys before and after
+            its own position; None is no limit.
         scale: Factor of the logits, ``1 / sqrt(H)`` if None.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
-        implementation: None picks one. A name is that of an implementation of
-            `pallas_kernels.attention` for rows that are one sequence each, of
-            `pallas_kernels.varlen_attention` with `cu_seqlens`.
+        implementation: Name of an implementation of `pallas_kernels.varlen_attention`
+            with `cu_seqlens`, otherwise of `pallas_kernels.attention`; None picks one.
 
     Returns:
         The attended values in the type of `q`.
 
     Raises:
         ValueError: shapes do not fit, N is no multiple of K, `cu_seqlens_k` comes
-            without `cu_seqlens`, or packed queries and keys differ in number and it is
-            missing.
-        Unsupported: the named implementation cannot do it.
+            without `cu_seqlens`, or is missing although packed queries and keys differ
+            in number.
+        Unsupported: the named implementation does not support the arguments.
 
     Example:
         >>> import jax.numpy as jnp
@@ -134,26 +133,26 @@ class AttentionConfig:
     use_bias: bool = False
     """Bias in the query, key and value projections."""
     use_key_bias: bool = True
-    """With `use_bias`: keys have one too, those of relative positions among them (not
-    in DeBERTa v1)."""
+    """With `use_bias`: the key projection has a bias too, also for relative positions
+    (not in DeBERTa v1)."""
     use_out_bias: bool = False
     """Bias in the output projection."""
     rope: RopeConfig | None = None
     """Rotary embedding of queries and keys."""
     window: int | None = None
-    """Causal: a token attends to this many tokens, itself included. Otherwise: to
-    itself and this many tokens on each side."""
+    """Sliding window. Causal: a token attends to this many tokens, itself included.
+    Otherwise: to itself and this many tokens on each side."""
     softcap: float | None = None
     """Logits become ``softcap * tanh(logits / softcap)``."""
     query_pre_attn_scalar: int | None = None
     """Logits are divided by the root of this; None takes `head_dim` (Gemma 2)."""
     causal: bool = True
-    """No token sees a later one."""
+    """Causal mask: no token attends to a later one."""
     qk_norm_eps: float | None = None
-    """RMS norm of the queries and keys of each head, before they are rotated, with this
-    added to the mean square; None has no norm (Qwen3, arXiv 2505.09388)."""
+    """Epsilon of an RMS norm of each head's queries and keys, before the rotary
+    embedding; None is no norm (Qwen3, arXiv 2505.09388)."""
     qk_norm_1p: bool = False
-    """The factor of that norm is one plus its parameter (Gemma 3)."""
+    """The scale of that norm is one plus its parameter (Gemma 3)."""
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -172,14 +171,14 @@ class AttentionConfig:
 
     @property
     def limits(self) -> Window:
-        """(left, right): how many keys a query sees on each side of its own."""
+        """(left, right): how many keys a query attends to on each side of its own."""
         if self.window is None:
             return (None, None)
         return (self.window - 1, 0) if self.causal else (self.window, self.window)
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of an attention over queries, keys and values of the layer."""
+        """The keyword arguments of attention for this layer."""
         return {
             "causal": self.causal,
             "window": self.limits,

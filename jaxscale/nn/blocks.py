@@ -87,9 +87,9 @@ class MLP(nnx.Module):
             dtype: Type of the computation.
             param_dtype: Type of the parameters.
             rules: Mesh axes of each logical axis.
-            tensor_parallel: Communication: see `jaxscale.sharding.column_parallel`.
-            quantization: Of the projections: see `jaxscale.nn.Linear`.
-            rngs: Source of the keys.
+            tensor_parallel: Communication, see `jaxscale.sharding.column_parallel`.
+            quantization: Quantization of the projections, see `jaxscale.nn.Linear`.
+            rngs: Source of the random keys.
         """
         check_choice("activation", activation, Activation)
         self.activation = activation
@@ -133,7 +133,7 @@ class MLP(nnx.Module):
         return (self.up,) if self.gate is None else (self.gate, self.up)
 
     def join_inputs(self, shards: int) -> None:
-        """Make gate and hidden features in one product, as `JoinedLinear` says."""
+        """Merge gate and up projection into one matmul, see `JoinedLinear`."""
         if self.gate is not None:
             join_inputs(self, ("gate", "up"), shards)
 
@@ -141,18 +141,18 @@ class MLP(nnx.Module):
     def activations(self) -> tuple[str | None, ...]:
         """The activation of each of `inputs`.
 
-        That of a gate is left to `join`: the kernel that multiplies reads the gate
-        anyway, and a product would not hide it.
+        The activation of a gate is left to `join`: the kernel that multiplies reads the
+        gate anyway, and a matmul would not hide it.
         """
         if self.activation in GATED:
             return (None,) * len(self.inputs)
         return (self.activation,)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Transform each token; the tokens are gathered, those of the result split."""
+        """Transform each token; all-gather the input and reduce-scatter the result."""
         if not self.is_sparse:
             return self.down(self.hidden(x))
-        # What sparse layers share stays feature-major.
+        # Activations between sparse layers stay feature-major.
         x = constrain(x, ("batch", None, "act_embed"), self.down.rules)
         projected = [
             layer(x, activation, feature_major=(False, True))
@@ -162,7 +162,7 @@ class MLP(nnx.Module):
         return down(self.join(projected), feature_major=(True, False))
 
     def hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        """Return the input of `down`, where not all layers are sparse."""
+        """Return the input of `down`, if not all layers are sparse."""
         return self.join(project_together(self.inputs, x, self.activations))
 
     @property
@@ -194,9 +194,9 @@ class BlockConfig:
     d_ff: int
     """Hidden features of the feed-forward network."""
     attention: AttentionConfig
-    """The attention layer."""
+    """Settings of the attention layer."""
     norm: Norm = "rmsnorm"
-    """Normalization of the input of attention and feed-forward network; the factor of
+    """Normalization of the input of attention and feed-forward network; the scale of
     `rmsnorm_1p` is one plus its parameter (Gemma)."""
     norm_eps: float = 1e-5
     """Added to the variance."""
@@ -207,13 +207,13 @@ class BlockConfig:
     attention_norm: bool = True
     """False: attention reads the residual stream as it is (pre-norm only)."""
     output_norms: bool = False
-    """Norms of what attention and feed-forward network add, too (Gemma 2)."""
+    """Also normalize the outputs of attention and feed-forward network (Gemma 2)."""
     activation: Activation = "swiglu"
     """Activation of the feed-forward network."""
     mlp_bias: bool = False
     """Bias in the feed-forward network."""
     parallel: bool = False
-    """``x + attention(norm(x)) + mlp(norm(x))`` with one norm instead of two steps."""
+    """Parallel block: ``x + attention(norm(x)) + mlp(norm(x))`` with a shared norm."""
     parallel_mlp_norm: bool = False
     """The feed-forward network of a parallel block has a norm of its own (NeoX)."""
     num_layers: int = 1
@@ -249,7 +249,7 @@ def make_norm(
     rules: AxisRules = REPLICATED,
     rngs: nnx.Rngs,
 ) -> RMSNorm | LayerNorm:
-    """The normalization layer called `kind`; only layer norms have a bias.
+    """The normalization layer named `kind`; only layer norms have a bias.
 
     Args:
         kind: ``"rmsnorm"``, ``"rmsnorm_1p"`` (one is added to its scale) or
@@ -260,7 +260,7 @@ def make_norm(
         dtype: Type of the result; statistics are in fp32.
         param_dtype: Type of the parameters.
         rules: Mesh axes of each logical axis.
-        rngs: Source of the keys.
+        rngs: Source of the random keys.
 
     Raises:
         ValueError: no layer has this name.
@@ -283,9 +283,10 @@ def norm_of_sum(
     h: Float[Array, "B T _in"],
     residual: Float[Array, "B T D"],
 ) -> Float[Array, "B T D"]:
-    """``norm(residual + layer(h))``, bias, sum and norm in a kernel if there is one.
+    """``norm(residual + layer(h))``, with bias, sum and norm in one kernel if possible.
 
-    The kernel serves layer norms behind dense layers, each device at its own tokens.
+    The kernel is for layer norms after dense layers; each device runs it on its own
+    tokens.
     """
     whole = not layer.rules.mesh_axes(["act_embed"])
     if (
@@ -296,7 +297,7 @@ def norm_of_sum(
     ):
         product, bias = layer.apart(h)
         return norm.of_sum(product, residual, bias)
-    # As in the kernel the sum is not rounded: in fp16 it may pass 65,504.
+    # As in the kernel the sum is not rounded: in fp16 it may exceed 65,504.
     return norm(residual.astype(jnp.float32) + layer(h).astype(jnp.float32))
 
 
@@ -304,9 +305,9 @@ class Block(nnx.Module):
     """Transformer block: pre-norm, serial or parallel, or post-norm.
 
     Between blocks tokens are split over the tensor axis (sequence parallelism, arXiv
-    2205.05198). Attention and feed-forward network each gather their input once, for
-    all their projections, and scatter the sum of their output; in a parallel block one
-    gather and one scatter serve both.
+    2205.05198). Attention and feed-forward network each all-gather their input once,
+    for all their projections, and reduce-scatter their output; in a parallel block one
+    all-gather and one reduce-scatter serve both.
 
     Example:
         >>> heads = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -341,16 +342,17 @@ class Block(nnx.Module):
 
         Args:
             config: Shape and variant.
-            attention_implementation: Name of an implementation of attention, of
-                `pallas_kernels.varlen_attention` for packed rows and of
-                `pallas_kernels.attention` for whole ones; None picks one.
-            attention_type: Makes the attention layer from ``config.attention``.
+            attention_implementation: Name of an attention implementation: of
+                `pallas_kernels.varlen_attention` with sequence packing, otherwise of
+                `pallas_kernels.attention`; None picks one.
+            attention_type: Class of the attention layer, made from
+                ``config.attention``.
             dtype: Type of the computation.
             param_dtype: Type of the parameters.
             rules: Mesh axes of each logical axis.
-            tensor_parallel: Communication: see `jaxscale.sharding.column_parallel`.
-            quantization: Of the projections: see `jaxscale.nn.Linear`.
-            rngs: Source of the keys.
+            tensor_parallel: Communication, see `jaxscale.sharding.column_parallel`.
+            quantization: Quantization of the projections, see `jaxscale.nn.Linear`.
+            rngs: Source of the random keys.
         """
         self.parallel = config.parallel
         self.post_norm = config.post_norm
@@ -402,12 +404,12 @@ class Block(nnx.Module):
     def __call__[State: AttentionState](
         self, x: Float[Array, "B T D"], state: State
     ) -> tuple[Float[Array, "B T D"], State]:
-        """Transform the residual stream `x` of tokens whose attention is in `state`.
+        """Transform the residual stream `x`.
 
         Args:
             x: The residual stream.
-            state: Where the tokens stand, and the keys and values that they see:
-                `attention_state` makes one.
+            state: Positions of the tokens, and the keys and values that they attend to;
+                made by `attention_state`.
 
         Returns:
             The residual stream, and the state with the keys and values of the tokens.
@@ -445,7 +447,7 @@ class Block(nnx.Module):
         attended, state = attention.attend(heads, state)
         joined = attention.join_heads(attended)  # [B, T, N H]
         if self.post_norm and self.attention_norm and self.mlp_norm:
-            # What is normalized is read twice, by a product and by a sum. Without the
+            # The normalized input is read twice, by a matmul and by a sum. Without the
             # barriers XLA would compute it twice.
             x = norm_of_sum(self.attention_norm, attention.out, joined, x)
             x = jax.lax.optimization_barrier(x)

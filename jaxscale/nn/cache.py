@@ -1,13 +1,13 @@
-"""Keys and values of many sequences, in pages that they take and give back.
+"""The paged KV cache: keys and values of many sequences, in pages (blocks).
 
-A page holds the keys and values of some neighboring tokens of a sequence, for all
-layers; which pages are a sequence's, and in which order, is for the caller to say. A
-*row* is the place of one token: ``page * G + offset``.
+A page holds the keys and values of some consecutive tokens of a sequence, for all
+layers; the caller's page tables say which pages are a sequence's, and in which order. A
+*row* is the slot of one token: ``page * G + offset``.
 
-Pages of fp8 (E4M3) have `scales`, by which what they hold is to be multiplied.
+Pages in fp8 (E4M3) have `scales`, by which their contents are multiplied.
 
-Legend: B sequences, R new tokens of a sequence, T tokens of a packed row, S rows that
-are read, N query heads, K key/value heads, H head dim, L layers, P pages, G tokens of a
+Legend: B sequences, R new tokens of a sequence, T tokens of a packed row, S rows to
+read, N query heads, K key/value heads, H head dim, L layers, P pages, G tokens of a
 page, W pages of a sequence.
 """
 
@@ -34,10 +34,10 @@ from pallas_kernels.varlen_attention import (
 
 
 PAGES_AXES = (None, None, None, "act_kv_heads", None, None)
-"""Logical axes of a pool of pages, [L, P, 2, K, G, H]."""
+"""Logical axes of a page pool, [L, P, 2, K, G, H]."""
 
 SCALES_AXES = PAGES_AXES[:4]
-"""Logical axes of the scales of pages of fp8, [L, P, 2, K]."""
+"""Logical axes of the scales of fp8 pages, [L, P, 2, K]."""
 
 
 def empty_pages(
@@ -50,15 +50,15 @@ def empty_pages(
     dtype: DTypeLike = jnp.float32,
     rules: AxisRules = REPLICATED,
 ) -> Float[Array, "L P 2 K G H"]:
-    """A pool of pages, keys before values, filled with zeros.
+    """A page pool of zeros, keys before values.
 
     Args:
         num_layers: Layers with keys and values of their own, L.
         num_pages: Pages of each layer, P.
-        page_size: Tokens of a page, G.
+        page_size: Tokens per page, G.
         num_kv_heads: Key/value heads, K.
         head_dim: Features of a head, H.
-        dtype: Type of what is stored.
+        dtype: Type of keys and values.
         rules: Sharding rules; heads are split as ``kv_heads`` of activations.
 
     Example:
@@ -79,17 +79,17 @@ def append_rows(
     kv: Float[Array, "T 2 K H"],
     scales: Float[Array, "L P 2 K"] | None = None,
 ) -> Float[Array, "L P 2 K G H"]:
-    """`pages` with keys and values of one layer put at `rows`.
+    """`pages` with the keys and values of one layer written at `rows`.
 
-    Rows past the pool are dropped. What fp8 cannot hold becomes its largest number.
+    Rows past the pool are dropped. Values out of the range of fp8 saturate.
 
     Args:
         pages: The pool.
         layer: Number of the layer.
-        rows: Place of each token in the pool of a layer: page times page size, plus the
-            place within the page.
+        rows: Slot of each token in the pool of a layer: page times page size, plus the
+            offset within the page.
         kv: Keys and values of the tokens.
-        scales: Factors of what is stored, for pages of 8 bits.
+        scales: Scales of 8-bit pages.
 
     Example:
         >>> pages = empty_pages(
@@ -115,14 +115,14 @@ def read_rows(
 ) -> Float[Array, "S 2 K H"]:
     """Keys and values of one layer at `rows`; zeros for rows past the pool.
 
-    In the type of the pages, or in fp32 where they have `scales`; see `append_rows`.
+    They have the type of the pages, or fp32 if there are `scales`; see `append_rows`.
 
     Args:
         pages: The pool.
         layer: Number of the layer.
-        rows: Place of each token in the pool of a layer: page times page size, plus the
-            place within the page.
-        scales: Factors of what is stored, for pages of 8 bits.
+        rows: Slot of each token in the pool of a layer: page times page size, plus the
+            offset within the page.
+        scales: Scales of 8-bit pages.
     """
     page, offset = jnp.divmod(rows, pages.shape[4])
     held = pages.at[layer, page, :, :, offset].get(mode="fill", fill_value=0)
@@ -135,18 +135,18 @@ def read_rows(
 @typing.no_type_check
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Pages(AttentionState):
-    """Common part of the forms for pages."""
+    """Base class of the states with pages."""
 
     pages: Float[Array, "L P 2 K G H"] = dataclasses.field(
         metadata={"axes": PAGES_AXES, "carried": True}
     )
-    """The pool."""
+    """The page pool."""
     scales: Float[Array, "L P 2 K"] | None = dataclasses.field(
         default=None, metadata={"axes": SCALES_AXES}
     )
-    """Those of fp8 pages."""
+    """Scales of fp8 pages."""
     layer: Int[Array, ""] | int = dataclasses.field(default=0, metadata={"axes": ()})
-    """Number of the layer at hand in the pool."""
+    """Index of the current layer in the pool."""
 
     @typing.override
     def at(self, layer: Array | int, variant: AttentionConfig | None) -> Self:
@@ -168,17 +168,18 @@ class _Pages(AttentionState):
 @register_state
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedRows(_Pages):
-    """New tokens of several sequences, a row each, after what lies in their pages.
+    """Decode: new tokens of several sequences, one row each, after those in their
+    pages.
 
-    The positions are those that follow the tokens in the pages. The new tokens are
-    appended, and then see themselves and what precedes them. The model may also take
-    each of them as a row of its own, [B R, 1], with `positions` of this shape.
+    Positions continue after the tokens in the pages. The new tokens are appended, and
+    then attend to themselves and what precedes them. The model may also take each of
+    them as a row of its own, [B R, 1], with `positions` of this shape.
     """
 
     table: Int[Array, "B W"] = dataclasses.field(metadata={"axes": (None, None)})
-    """The pages of each sequence, in the order of their tokens."""
+    """The page table: the pages of each sequence, in the order of their tokens."""
     lengths: Int[Array, "B"] = dataclasses.field(metadata={"axes": (None,)})
-    """Tokens of each sequence that its pages hold already."""
+    """Tokens of each sequence that are in its pages already."""
     num_new: Int[Array, "B"] = dataclasses.field(metadata={"axes": (None,)})
     """New tokens of each sequence, R at most; the rest is padding."""
 
@@ -193,7 +194,7 @@ class PagedRows(_Pages):
         scales: Float[Array, "L P 2 K"] | None = None,
         workspace: ReduceWorkspace | None = None,
     ) -> Self:
-        """The state of rows of `num_tokens` tokens, R."""
+        """The state for `num_tokens` new tokens per sequence, R."""
         positions = lengths[:, None] + jnp.arange(num_tokens, dtype=lengths.dtype)
         return cls(
             positions=positions,
@@ -215,7 +216,7 @@ class PagedRows(_Pages):
         config: AttentionConfig,
         implementation: str | None = None,
     ) -> tuple[Array, Self]:
-        del implementation  # a name among those of attention over whole rows
+        del implementation  # names attention without pages
         self._check(config)
         rows = len(self.lengths)
         kv = jnp.stack([k, v], axis=2)
@@ -239,19 +240,19 @@ class PagedRows(_Pages):
 @register_state
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedChunks(_Pages):
-    """Parts of several prompts, one behind the other in one row, [1, T].
+    """Prefill: chunks of several prompts, packed into one row, [1, T].
 
-    Each part sees itself and the tokens of its sequence that lie in pages already, all
-    of them as the pages hold them: how a prompt is cut changes nothing.
+    Each chunk attends to itself and to the tokens of its sequence that are in pages
+    already, all read from the pages: chunking a prompt does not change the result.
     """
 
     rows: Int[Array, "T"] = dataclasses.field(metadata={"axes": (None,)})
-    """Rows for the keys and values of each token; past the pool for padding."""
+    """Rows to write the keys and values of each token to; past the pool for padding."""
     key_rows: Int[Array, "S"] = dataclasses.field(metadata={"axes": (None,)})
-    """Rows of the keys of each sequence, from its first token to the last of its part,
-    one sequence behind the other."""
+    """Rows of the keys of each sequence, from its first token to the last of its chunk,
+    sequence after sequence."""
     cu_q: Int[Array, "1 bounds"] = dataclasses.field(metadata={"axes": (None, None)})
-    """Boundaries of the parts in T."""
+    """Boundaries of the chunks in T."""
     cu_k: Int[Array, "1 bounds"] = dataclasses.field(metadata={"axes": (None, None)})
     """Boundaries of the sequences in S."""
 
@@ -289,10 +290,11 @@ class PagedChunks(_Pages):
     def _apart(
         self, held: Shaped[Array, "S 2 K H"], num_tokens: int
     ) -> tuple[Array, Bool[Array, "T"]]:
-        """Zeros for keys and values that are not finite, and who would have seen them.
+        """Replace non-finite keys and values by zeros, and mark the tokens that attend
+        to them.
 
-        Kernels multiply values that they mask by zero: what is not finite would reach
-        other sequences.
+        Kernels multiply masked values by zero: non-finite ones would reach other
+        sequences.
         """
         finite = jnp.isfinite(held).all(axis=(1, 2, 3))  # [S]
         held = jnp.where(finite[:, None, None, None], held, 0)

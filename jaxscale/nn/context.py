@@ -1,15 +1,16 @@
-"""Context parallelism: rows whose tokens several devices share.
+"""Context parallelism: sequences whose tokens are split over devices.
 
 Inside a region that is Manual over the mesh axes of the rule `context`, each of c
-devices has two pieces of a row of 2 c: device r has piece r and piece 2 c - 1 - r. A
-query sees what lies before it, so with one piece from the front and one from the back
-all devices have the same work. In each layer a device gathers the keys and values of
-the row; all else is done for its own tokens alone.
+devices has two of the 2 c pieces of a row: device r has pieces r and 2 c - 1 - r. A
+causal query attends to what precedes it, so with one piece from the front and one from
+the back all devices have the same work. In each layer a device all-gathers the keys and
+values of the row; everything else is local to its tokens.
 
-Legend: B batch, T tokens of a row, N query heads, K key/value heads, H head dim.
+Legend: B batch, T tokens of a (packed) row, N query heads, K key/value heads, H head
+dim.
 
 References:
-    Llama 3, arXiv 2407.21783, section 3.3.2, gathers keys and values in this way.
+    Llama 3, arXiv 2407.21783, section 3.3.2, gathers keys and values in the same way.
 """
 
 import dataclasses
@@ -36,17 +37,17 @@ from pallas_kernels.varlen_attention.api import LSE_NAME, OUT_NAME
 packed_attention_saveable = jax.checkpoint_policies.save_only_these_names(
     OUT_NAME, LSE_NAME
 )
-"""The policy that keeps what the gradient of packed attention reads."""
+"""Checkpoint policy that saves the residuals of packed attention."""
 
 
 def own_tokens(
     x: Shaped[Array, "B T ..."], names: tuple[str, ...]
 ) -> Shaped[Array, "B part ..."]:
-    """The pieces of rows that are those of this device, [B, T / c, ...].
+    """This device's pieces of each row, [B, T / c, ...].
 
     Args:
-        x: Something of each token, of whole rows.
-        names: The Manual mesh axes that share a row.
+        x: A value per token, for whole rows.
+        names: The Manual mesh axes that split a row.
 
     Raises:
         ValueError: rows are not divisible into pieces.
@@ -73,7 +74,7 @@ def all_tokens(
 ) -> Shaped[Array, "B T ..."]:
     """The inverse of `own_tokens`: each device gets the whole rows.
 
-    The gradients of all devices are added up, and each keeps that of its tokens.
+    Gradients are reduce-scattered: each device keeps the sum for its tokens.
     """
     batch, part, *rest = x.shape
     pieces = x.reshape(batch, 2, part // 2, *rest)
@@ -84,10 +85,10 @@ def all_tokens(
 
 
 def own_part[Batch](batch: Batch, rules: AxisRules) -> Batch:
-    """`batch` with this device's tokens of each row, where `rules` split rows here.
+    """`batch` with this device's tokens of each row, if `rules` split rows here.
 
-    Targets stand beside their tokens already, so no device needs those of another.
-    The boundaries of sequences stay those of whole rows.
+    Targets are aligned with their tokens, so no device needs those of another. The
+    boundaries of sequences remain those of whole rows.
 
     Raises:
         ValueError: rows are not divisible into pieces, or `batch` is no `PackedBatch`.
@@ -110,10 +111,10 @@ def own_part[Batch](batch: Batch, rules: AxisRules) -> Batch:
 @register_state
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedPart(Packed):
-    """A device's pieces of packed rows; the boundaries are those of whole rows."""
+    """A device's pieces of packed rows, with the sequence boundaries of whole rows."""
 
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-    """The Manual mesh axes that share a row."""
+    """The Manual mesh axes that split a row."""
 
     @typing.override
     def attend(
@@ -141,9 +142,9 @@ class PackedPart(Packed):
                 out.append(varlen_attention(own, k, v, *bounds, **options))
             return jnp.concatenate(out, axis=1)
 
-        # The backward pass gathers again: kept from the forward pass, keys and values
-        # of whole rows would take as many times the memory as devices share a row.
-        # Where the layer is computed again, what that gathers serves for both.
+        # The backward pass gathers again: saved by the forward pass, keys and values of
+        # whole rows would take as many times the memory as devices share a row. Where
+        # the layer is computed again, what that gathers serves for both.
         attend = jax.checkpoint(
             pieces, policy=packed_attention_saveable, prevent_cse=False
         )
@@ -170,7 +171,7 @@ def state_of_part(
     positions: Int[Array, "B T"] | None = None,
     rules: AxisRules,
 ) -> PackedPart:
-    """`attention_state` of rows that devices share.
+    """`attention_state` of rows that are split over devices.
 
     Args:
         shape: (B, tokens of a row that this device has).
@@ -192,11 +193,11 @@ def state_of_part(
 def _bounds(
     cu_seqlens: Int[Array, "B bounds"], low: Int[Array, ""], size: int
 ) -> tuple[Int[Array, "B bounds_plus_1"], Int[Array, "B bounds_plus_1"]]:
-    """The boundaries of a piece of each row, and of the keys that it sees.
+    """The boundaries of a piece of each row, and of the keys that it attends to.
 
-    The piece has the tokens from `low` on. The last query of each sequence sees its
-    last key, so keys end where the piece does. The keys in front of those of its first
-    sequence are one more sequence, without queries.
+    The piece has the tokens from `low` on. The last query of each sequence attends to
+    its last key, so keys end where the piece does. Keys before the piece's first
+    sequence form one more sequence, without queries.
     """
     high = low + size
     starts, ends = cu_seqlens[:, :-1], cu_seqlens[:, 1:]

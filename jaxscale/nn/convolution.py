@@ -1,6 +1,6 @@
 """Convolution along the tokens of a sequence.
 
-Legend: B rows, T tokens of a row, D model, W taps.
+Legend: B batch, T tokens of a (packed) row, D model, W taps.
 """
 
 import functools
@@ -34,7 +34,7 @@ class SequenceConvolution(nnx.Module):
     """``act(sum_w x[t + w - W // 2] @ kernel[w] + bias)`` within each sequence.
 
     Tokens beyond either end of a sequence count as zeros, so packed sequences do not
-    see each other.
+    mix.
 
     Example:
         >>> layer = SequenceConvolution(4, 3, rngs=nnx.Rngs(0))
@@ -63,9 +63,9 @@ class SequenceConvolution(nnx.Module):
 
         Args:
             features: Features of the input and the output.
-            taps: W, odd: tokens that an output sees.
+            taps: W, odd: kernel size.
             activation: ``"gelu"`` (exact), ``"relu"`` or ``"tanh"``.
-            dtype: Type of the result; taps are added in fp32.
+            dtype: Type of the result; sums are in fp32.
             param_dtype: Type of the parameters.
             kernel_init: Initializer of the kernel.
             rules: Mesh axes of each logical axis.
@@ -99,8 +99,8 @@ class SequenceConvolution(nnx.Module):
 
         Args:
             x: Activations.
-            positions: Position of each token in its sequence, counted from 0, which
-                tells where sequences end.
+            positions: Position of each token in its sequence, from 0; they mark where
+                sequences end.
         """
         half, tokens = self.taps // 2, x.shape[1]
         x = constrain(x.astype(self.dtype), ("batch", None, "act_embed"), self.rules)

@@ -1,7 +1,7 @@
-"""Disentangled attention: contents and relative positions attend to each other.
+"""Disentangled attention: content and relative positions attend to each other.
 
-Legend: B rows, T tokens of a row, N heads, H head dim, D model, P entries of the table
-of relative positions.
+Legend: B batch, T tokens of a (packed) row, N heads, H head dim, D model, P rows of the
+table of relative positions.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class RelativePositions:
     position_to_content: bool = True
     """The positions of queries attend to keys (p2c)."""
     share_projections: bool = True
-    """Positions take the query and key projections of the contents."""
+    """Positions use the query and key projections of the content."""
 
     def __post_init__(self) -> None:
         self.buckets  # noqa: B018  checks span and max_distance
@@ -65,7 +65,7 @@ class RelativePositions:
 
     @property
     def buckets(self) -> RelativeBuckets:
-        """Return the row of the table that each distance takes."""
+        """Return the mapping from distances to rows of the table."""
         return RelativeBuckets(span=self.span, max_distance=self.max_distance)
 
     @property
@@ -75,7 +75,7 @@ class RelativePositions:
 
     @property
     def num_terms(self) -> int:
-        """Number of the terms there are: 1 or 2."""
+        """Number of relative terms: 1 or 2."""
         return self.content_to_position + self.position_to_content
 
 
@@ -112,20 +112,20 @@ class DisentangledConfig(AttentionConfig):
 
     @property
     def scale(self) -> float:
-        """Factor of each of the two or three products that make a score."""
+        """Factor of each of the two or three terms of a score."""
         return 1 / math.sqrt(self.head_dim * (1 + self.relative.num_terms))
 
 
 class DisentangledAttention(Attention):
     """Self-attention of DeBERTa.
 
-    With ``d`` the row of the table of relative positions that the distance of query i
-    and key j takes, and ``pos_k``, ``pos_q`` the projected table::
+    With ``d`` the row of the table of relative positions for the distance of query i
+    and key j, and ``pos_k``, ``pos_q`` the projected table::
 
         s[i, j] = scale * (q[i] . k[j] + q[i] . pos_k[d] + k[j] . pos_q[d])
 
-    The last two are computed for all P rows, [T, N, P], and read by distance inside the
-    attention, so nothing of size [T, T] exists.
+    The last two terms are computed for all P rows, [T, N, P], and indexed by distance
+    inside the attention, so nothing of size [T, T] is stored.
 
     Example:
         >>> import jax.numpy as jnp
@@ -189,8 +189,9 @@ class DisentangledAttention(Attention):
 
         Args:
             heads: Queries, keys and values.
-            state: Whole or packed rows, with the table of relative positions. Its
-                positions are not read: distances are counted along the sequence.
+            state: The state of padded or packed sequences, with the table of relative
+                positions. Its positions are not read: distances are counted along the
+                sequence.
 
         Raises:
             ValueError: there is no table, or the state is of another form.
@@ -248,7 +249,7 @@ class DisentangledAttention(Attention):
     def _attend_rows(
         self, q: Array, k: Array, v: Array, cu_seqlens: Array, *tables: Array
     ) -> tuple[Array]:
-        """Attention of the rows and heads of one device."""
+        """Attention on one device's sequences and heads."""
         relative = self.relative
         scale = self.scale
         if self.implementation == "cudnn":

@@ -33,21 +33,21 @@ class RopeScaling:
     """
 
     kind: Literal["llama3", "linear", "yarn", "dynamic"] = "llama3"
-    """`linear` divides every frequency by `factor`; `llama3` only the low ones; `yarn`
-    (arXiv 2309.00071) too, by another ramp, and makes the logits larger; `dynamic`
-    enlarges the base with the length of a sequence that exceeds the original one."""
+    """`linear` divides every frequency by `factor`; `llama3` only low ones; `yarn`
+    (arXiv 2309.00071) too, by another ramp, and scales the logits up; `dynamic`
+    increases the base with the length of sequences longer than the original context."""
     factor: float
-    """Factor by which the context becomes longer."""
+    """Factor by which the context is extended."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths longer than original / low_freq_factor are stretched."""
     high_freq_factor: float = 4.0
     """llama3: wavelengths shorter than original / high_freq_factor are kept."""
     original_max_position_embeddings: int = 8192
-    """Context length of pretraining, in tokens; no matter for linear."""
+    """Context length of pretraining, in tokens; ignored by linear."""
     beta_fast: float = 32.0
-    """yarn: pairs that turn more often within that length are kept."""
+    """yarn: pairs with more rotations within that length are kept."""
     beta_slow: float = 1.0
-    """yarn: pairs that turn less often are stretched."""
+    """yarn: pairs with fewer rotations are stretched."""
     truncate: bool = True
     """yarn: the ramp between them begins and ends at whole pairs."""
     attention_factor: float | None = None
@@ -85,11 +85,11 @@ def rope_inv_freq(
 ) -> Float[np.ndarray, "pairs"]:
     """The angular frequency, in radians per token, of each rotated pair of features.
 
-    ``inv_freq[i] = theta ** (-2 i / rotary_dim)``, stretched as `scaling` says.
-    Llama-3 scaling divides frequencies whose wavelength exceeds
-    ``original / low_freq_factor`` by `factor`, keeps those below
-    ``original / high_freq_factor`` and interpolates between. Dynamic scaling leaves the
-    frequencies of sequences of the original length.
+    ``inv_freq[i] = theta ** (-2 i / rotary_dim)``, stretched as `scaling` says. Llama-3
+    scaling divides frequencies whose wavelength exceeds ``original / low_freq_factor``
+    by `factor`, keeps those below ``original / high_freq_factor`` and interpolates
+    between. Dynamic scaling returns the frequencies of sequences of the original
+    length.
 
     Args:
         rotary_dim: Number of rotated features of a head, even.
@@ -131,7 +131,7 @@ def _yarn_ramp(dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
     """Weight of the scaling for each pair, from 0 for fast ones to 1 for slow ones."""
 
     def pair(turns: float) -> float:
-        """The pair, as a fraction, that turns so often in the original context."""
+        """The (fractional) pair with so many rotations in the original context."""
         length = scaling.original_max_position_embeddings / (2 * math.pi * turns)
         return dim * math.log(length) / (2 * math.log(theta))
 
@@ -163,7 +163,7 @@ class RopeConfig:
 
     @property
     def is_dynamic(self) -> bool:
-        """True where the frequencies depend on the lengths of the sequences."""
+        """True if the frequencies depend on the lengths of the sequences."""
         return self.scaling is not None and self.scaling.kind == "dynamic"
 
     def inv_freq(self, head_dim: int) -> Float[np.ndarray, "pairs"]:
@@ -280,12 +280,12 @@ NORMAL_INIT = jax.nn.initializers.normal(0.02)
 
 
 def zero_behind(init: Initializer, dimension: int, size: int) -> Initializer:
-    """`init` of the first `size` places of a dimension, and zeros behind them.
+    """`init` for the first `size` entries of a dimension, and zeros after them.
 
     Args:
         init: Initializer of a parameter.
-        dimension: The one that is padded.
-        size: Its places that are initialized, in the same way whatever is behind.
+        dimension: The dimension to pad.
+        size: Its initialized entries, whose values do not depend on the padding.
 
     Example:
         >>> init = zero_behind(jax.nn.initializers.ones, 1, 2)
@@ -329,9 +329,9 @@ class Embed(nnx.Module):
         """Make the table.
 
         Args:
-            num_embeddings: Vectors, which indices choose from.
-            rows: Rows of the table, if there are more than vectors: zeros, which no
-                index finds, for devices among which the vectors do not divide.
+            num_embeddings: Number of vectors that indices select from.
+            rows: Rows of the table, if more than vectors: zero padding, which no index
+                reads, for a number of vectors that devices do not divide.
             features: Columns of the table.
             row_axis: Logical axis of the rows, None where they are never split.
             dtype: Type of the result.
@@ -359,7 +359,7 @@ class Embed(nnx.Module):
         """The rows of the table at `indices`, in `dtype`.
 
         Args:
-            indices: Vectors to take; those that it lacks give NaN.
+            indices: Vectors to look up; indices outside the table give NaN.
             row_axes: Manual mesh axes over which the caller has split the rows of the
                 table, outermost first. Each device gets all results.
         """

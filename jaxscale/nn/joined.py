@@ -1,4 +1,4 @@
-"""Column-parallel layers that read one input, as one product.
+"""Merge column-parallel layers with the same input into one matmul (fused QKV).
 
 Legend: B batch, T tokens, D features of the input, S shards.
 """
@@ -16,7 +16,7 @@ from jaxscale.sharding.rules import AxisRules
 
 
 class Parts:
-    """What splits the output of layers that lie side by side; each shard has all."""
+    """How to split the output of merged layers; each shard has parts of all."""
 
     out_axes: tuple[str | None, ...]
     rules: AxisRules
@@ -40,12 +40,12 @@ class Parts:
 
 
 class JoinedLinear(Parts, ColumnParallelLinear):
-    """Several `ColumnParallelLinear` whose kernels lie side by side, for inference.
+    """Several `ColumnParallelLinear` with concatenated kernels, for inference.
 
-    A step of decoding reads little but weights, and one large product reads them faster
-    than several small ones. XLA joins the small ones too, but copies their kernels
-    together in every step. Each of S shards of the columns holds its part of every
-    layer, so that tensor-parallel devices split the kernel as they split the layers.
+    A decode step mostly reads weights, and one large matmul reads them faster than
+    several small ones. XLA merges the small ones too, but concatenates their kernels in
+    every step. Each of S shards of the columns holds its part of every layer, so that
+    tensor-parallel devices split the kernel as they split the layers.
 
     Example:
         >>> options = {"kernel_axes": ("embed", "heads"), "rngs": nnx.Rngs(0)}
@@ -62,7 +62,7 @@ class JoinedLinear(Parts, ColumnParallelLinear):
 
         Args:
             layers: The layers, all with the same input.
-            shards: S, among how many devices the columns are split.
+            shards: S, number of devices that the columns are split over.
         """
         first = layers[0]
         self.kernel_axes, self.dtype = first.kernel_axes, first.dtype
@@ -83,7 +83,7 @@ class JoinedLinear(Parts, ColumnParallelLinear):
 
 
 def can_join(layers: Sequence[Any], shards: int) -> bool:
-    """True if `layers` are several, dense, and split over the same devices."""
+    """True if `layers` are several dense layers, split over the same devices."""
     if len(layers) < 2 or not all(type(la) is ColumnParallelLinear for la in layers):
         return False
     specs = {la.rules.spec(*la.kernel_axes) for la in layers}
@@ -93,9 +93,9 @@ def can_join(layers: Sequence[Any], shards: int) -> bool:
 
 
 def join_inputs(layer: Any, names: Sequence[str], shards: int) -> None:
-    """Put a `JoinedLinear` into ``layer.joined`` in the place of the layers `names`.
+    """Set ``layer.joined`` to a `JoinedLinear` that replaces the layers `names`.
 
-    Layers that cannot be joined, such as those that pruning has made, stay.
+    Layers that cannot be merged, such as sparse ones, stay as they are.
     """
     layers = [getattr(layer, name) for name in names]
     if can_join(layers, shards):

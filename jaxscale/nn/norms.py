@@ -49,7 +49,7 @@ def layer_norm(
     Args:
         x: Activations, normalized over the last axis.
         scale: Factor of each feature.
-        bias: What is added to each feature.
+        bias: Bias of each feature.
         eps: Added to the variance.
 
     Example:
@@ -66,7 +66,7 @@ def layer_norm(
 
 
 class RMSNorm(nnx.Module):
-    """`rms_norm` with a learned scale, or one plus what is learned.
+    """`rms_norm` with a learned scale, or a scale of one plus the parameter.
 
     Example:
         >>> RMSNorm(4, rngs=nnx.Rngs(0))(jnp.ones((1, 2, 4))).shape
@@ -85,18 +85,18 @@ class RMSNorm(nnx.Module):
         rules: AxisRules = REPLICATED,
         rngs: nnx.Rngs,
     ) -> None:
-        """Make a scale that changes nothing.
+        """Initialize the scale to one.
 
         Args:
             features: Size of the normalized dimension.
             eps: Added to the mean square.
-            plus_one: The factor is one plus the parameter, in fp32, as in Gemma; weight
-                decay then draws it to one.
+            plus_one: The scale is one plus the parameter, in fp32, as in Gemma; weight
+                decay then pulls it to one.
             axis: Logical axis of the scale.
             dtype: Type of the result; statistics are in fp32.
             param_dtype: Type of the scale.
             rules: Mesh axes of each logical axis.
-            rngs: Source of the keys.
+            rngs: Source of the random keys.
         """
         self.eps = eps
         self.plus_one = plus_one
@@ -142,7 +142,7 @@ class LayerNorm(nnx.Module):
             dtype: Type of the result; statistics are in fp32.
             param_dtype: Type of the parameters.
             rules: Mesh axes of each logical axis.
-            rngs: Source of the keys.
+            rngs: Source of the random keys.
         """
         self.eps = eps
         self.dtype = dtype
@@ -164,10 +164,10 @@ class LayerNorm(nnx.Module):
         residual: Float[Array, "B T D"],
         x_bias: Float[Array, "D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """The normalized sum of these, in `dtype`, by a kernel where there is one.
+        """The normalized sum of the arguments, in `dtype`, by a kernel if there is one.
 
-        The rules may split rows and tokens, of which each device takes its own; all
-        features of a token are on one device.
+        The rules may split batch and tokens, each device takes its own; all features of
+        a token are on one device.
         """
         vectors = {"scale": self.scale[...], "x_bias": x_bias}
         vectors["bias"] = None if self.bias is None else self.bias[...]

@@ -1,12 +1,12 @@
-"""Packing: sequences of different length in buffers of one static length.
+"""Sequence packing: sequences of different lengths in buffers of one static length.
 
-A packed row is a budget of tokens in which sequences lie one after another, and
-``cu_seqlens``, the prefix sums of their lengths, says where each begins. The budget and
-the number of sequences of a row are static, so one compilation serves every batch; the
-lengths are data and never leave the device. `pack` and `unpack` convert between padded
-batches and packed rows on the device; `pack_sequences` fills rows on the host.
+A packed row is a token budget that sequences fill one after another; ``cu_seqlens``,
+the prefix sums of their lengths, says where each begins. The budget and the number of
+sequences per row are static, so one compilation serves every batch; the lengths are
+data and never leave the device. `pack` and `unpack` convert between padded batches and
+packed rows on the device; `pack_sequences` fills rows on the host.
 
-Axes: B batch (rows), L padded length, T packed tokens, S sequences of a row.
+Axes: B batch (packed rows), L padded length, T packed tokens, S sequences per row.
 """
 
 import bisect
@@ -36,14 +36,14 @@ from pallas_kernels.varlen_attention.segments import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """Packed rows for training: what goes in, what should come out, and where.
+    """Packed rows for training: inputs, targets, loss mask and sequence boundaries.
 
     Sequence ``s`` of row ``b`` is ``tokens[b, cu_seqlens[b, s]:cu_seqlens[b, s + 1]]``;
     everything past ``cu_seqlens[b, -1]`` is padding. Fields hold JAX arrays on the
     device and numpy arrays on the host.
 
     Example:
-        Texts of 2 and 1 tokens in a row of 4:
+        Sequences of 2 and 1 tokens in a row of 4:
 
         >>> batch = PackedBatch(
         ...     tokens=np.array([[5, 6, 7, 0]]),
@@ -58,12 +58,12 @@ class PackedBatch:
     tokens: Int[Array | np.ndarray, "B T"]
     """int32, token ids; 0 in the padding."""
     targets: Int[Array | np.ndarray, "B T"]
-    """int32, what each token should predict; 0 where there is nothing to predict."""
+    """int32, the token that each position should predict; 0 if there is none."""
     loss_mask: Bool[Array | np.ndarray, "B T"]
-    """True for the targets that count."""
+    """True for targets that count in the loss."""
     cu_seqlens: Int[Array | np.ndarray, "B bounds"] | None
     """int32 [B, S+1], prefix sums of the lengths; the last value is repeated. None:
-    each row is one sequence, for which attention has the faster kernels."""
+    each row is one sequence, for which attention has faster kernels."""
 
 
 def positions(
@@ -72,7 +72,7 @@ def positions(
     """Position of each packed token within its sequence.
 
     ``positions[t] = t - cu_seqlens[s]`` for the sequence ``s`` that holds token ``t``.
-    Rotary and learned position embeddings take these, never the index in the row.
+    Rotary and learned position embeddings use these, never the index in the row.
 
     Args:
         cu_seqlens: [..., S+1], prefix sums of the lengths, for each row.
@@ -96,7 +96,7 @@ def positions(
 def cu_seqlens_of_lengths(
     lengths: Sequence[int] | Int[np.ndarray, " _"], max_seqs: int
 ) -> Int[np.ndarray, " bounds"]:
-    """Boundaries of the sequences of a row on the host, the last one repeated.
+    """Boundaries of a row's sequences, on the host, the last one repeated.
 
     Args:
         lengths: tokens of each sequence, at most `max_seqs` of them.
@@ -116,7 +116,7 @@ def cu_seqlens_of_lengths(
 
 
 def cu_seqlens_of_rows(batch: int, num_tokens: int) -> Int[Array, "batch 2"]:
-    """Boundaries of rows that are one sequence each."""
+    """Boundaries for rows of one sequence each."""
     row = jnp.array([0, num_tokens], jnp.int32)
     return jnp.broadcast_to(row, (batch, 2))  # [B, 2]
 
@@ -124,15 +124,15 @@ def cu_seqlens_of_rows(batch: int, num_tokens: int) -> Int[Array, "batch 2"]:
 def check_cu_seqlens_of_rows(
     cu_seqlens: Int[Array | np.ndarray, "_ _"], shape: tuple[int, ...]
 ) -> None:
-    """Raise where boundaries do not fit rows of tokens, as far as they are known.
+    """Raise if sequence boundaries do not fit packed rows, as far as they are known.
 
     Args:
         cu_seqlens: [B, S+1], boundaries of packed sequences.
-        shape: (B, T), rows and tokens of a row.
+        shape: (B, T), rows and tokens per row.
 
     Raises:
-        ValueError: there is not one row of boundaries for each of tokens; or values
-            that are not traced do not start at 0, decrease, or pass T.
+        ValueError: the numbers of rows differ; or values that are not traced do not
+            start at 0, decrease, or exceed T.
     """
     batch, num_tokens = shape
     if cu_seqlens.ndim != 2 or cu_seqlens.shape[0] != batch:
@@ -154,13 +154,13 @@ def pack(
     lengths: Int[Array | np.ndarray, " B"],
     token_budget: int,
 ) -> tuple[Shaped[Array, "T *D"], Int[Array, " bounds"]]:
-    """Pack the rows of a padded batch into one buffer, without their padding.
+    """Pack the sequences of a padded batch into one buffer, without their padding.
 
     ``packed[cu_seqlens[b] + l] = padded[b, l]`` for ``l < lengths[b]``.
 
     Args:
         padded: [B, L, ...]; the padding may hold anything, NaN too.
-        lengths: [B], tokens of each row that count, at most L.
+        lengths: [B], length of each sequence, at most L.
         token_budget: T, static size of the packed buffer, in tokens.
 
     Returns:
@@ -170,8 +170,8 @@ def pack(
     Raises:
         TypeError: lengths are not integers.
         ValueError: lengths that are not traced are negative, exceed L, or sum to more
-            than `token_budget`. Traced ones cannot be checked: lengths are cut to L,
-            and what passes the budget is left out of both results.
+            than `token_budget`. Traced ones cannot be checked: lengths are clipped to
+            L, and tokens beyond the budget are dropped from both results.
 
     Example:
         >>> import jax.numpy as jnp
@@ -210,22 +210,22 @@ def unpack(
     cu_seqlens: Int[Array | np.ndarray, " bounds"],
     max_len: int,
 ) -> Shaped[Array, "B L *D"]:
-    """Spread packed sequences over the rows of a padded batch: the inverse of `pack`.
+    """Unpack sequences into a padded batch: the inverse of `pack`.
 
     ``padded[b, l] = packed[cu_seqlens[b] + l]`` for ``l < lengths[b]``, else zero.
 
     Args:
         packed: [T, ...]; rows past the last sequence may hold anything, NaN too.
         cu_seqlens: [B+1], prefix sums of the lengths.
-        max_len: L, static length of a padded row.
+        max_len: L, static padded length.
 
     Returns:
         [B, L, ...], zero after the end of each sequence.
 
     Raises:
-        ValueError: prefix sums that are not traced do not start at 0, decrease, pass
+        ValueError: prefix sums that are not traced do not start at 0, decrease, exceed
             T, or hold a sequence longer than `max_len`. Traced ones cannot be checked:
-            longer sequences are cut.
+            longer sequences are truncated.
 
     Example:
         >>> import jax.numpy as jnp
@@ -252,15 +252,15 @@ def unpack(
 def assign_rows(
     lengths: Sequence[int] | np.ndarray, token_budget: int, max_seqs: int
 ) -> list[list[int]]:
-    """Distribute sequences over as few rows as best fit in the given order finds.
+    """Assign sequences to packed rows by best fit, in the given order.
 
     Each sequence goes into the fullest row that still has room for it, the first such
-    row on a tie, or opens a new row. Depends on nothing but the arguments.
+    row on a tie, or opens a new row. The result is deterministic.
 
     Args:
         lengths: tokens of each sequence.
-        token_budget: T, tokens that a row holds.
-        max_seqs: S, sequences that a row holds.
+        token_budget: T, tokens per row.
+        max_seqs: S, maximum number of sequences per row.
 
     Returns:
         The indices of the sequences of each row, in their order.
@@ -307,9 +307,9 @@ def pack_sequences(
     sequence predicts nothing. No sequence is split, dropped or reordered within a row.
 
     Args:
-        sequences: arrays of token ids, one a document.
-        token_budget: T, tokens of a row.
-        max_seqs: S, the most sequences of a row.
+        sequences: arrays of token ids, one per document.
+        token_budget: T, tokens per row.
+        max_seqs: S, maximum number of sequences per row.
 
     Returns:
         A `PackedBatch` of numpy arrays with as many rows as `assign_rows` needs.

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are numbers of 8 bits, for inference.
+"""Linear layers with 8-bit weights, for inference.
 
 Axis letters: B batch, T tokens.
 """
@@ -22,35 +22,35 @@ from pallas_kernels.quantized_matmul import quantized_matmul
 
 
 type Quantization = Literal["int8", "fp8"]
-"""Type of quantized weights: integers, or floating numbers (E4M3).
+"""Type of quantized weights: int8, or fp8 (E4M3).
 
-Layers that are trained have `jaxscale.sharding.Fp8` instead: they round both operands
-of a product, and keep the weights as they are.
+Layers in training use `jaxscale.sharding.Fp8` instead: they quantize both operands of a
+matmul, and keep the weights in full precision.
 """
 
 _TYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
-"""Type of the numbers, and the largest of them that is used."""
+"""Data type of the weights, and the largest value in use."""
 
 _ROWS = 8
-"""Output features are stored in whole groups of so many, as the kernel takes them."""
+"""Output features are padded to a multiple of this, as the kernel needs."""
 
 
 class QuantizedWeight(nnx.Variable):
-    """Weights of 8 bits and their scales, which training leaves alone."""
+    """8-bit weights and their scales, which are not trained."""
 
 
 def quantize_kernel(
     kernel: Float[Array, "in out"], weights: Quantization
 ) -> tuple[Num[Array, "out in"], Float[Array, "out"]]:
-    """A kernel as numbers of 8 bits, and what a one of each output feature stands for.
+    """Quantize a kernel to 8 bits, with a scale per output feature.
 
-    The largest weight of an output feature becomes the largest number of the type, 127
-    or 448; the others are rounded to the nearest. A feature of zeros stays one.
+    The largest weight of an output feature maps to the largest value of the type, 127
+    or 448; the others are rounded to nearest. A feature of zeros stays zero.
 
     Args:
-        kernel: Weights; where one is NaN or infinite, the scale of its output feature
-            is not finite.
-        weights: Type of the numbers.
+        kernel: Weights; if one is NaN or infinite, the scale of its output feature is
+            not finite.
+        weights: Type of the quantized weights.
 
     Raises:
         ValueError: `weights` is unknown.
@@ -65,9 +65,9 @@ def quantize_kernel(
     dtype, largest = _TYPES[weights]
     kernel = kernel.T.astype(jnp.float32)  # [out, in]
     scale = jnp.abs(kernel).max(1) / largest
-    # So small a number is no divisor: it may count as zero.
+    # Too small a divisor: it may be flushed to zero.
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
-    # A maximum may have skipped NaN.
+    # The maximum may have skipped a NaN.
     scale = jnp.where(jnp.isfinite(kernel).all(1), scale, jnp.nan)
     numbers = jnp.clip(kernel / scale[:, None], -largest, largest)
     if dtype == jnp.int8:
@@ -76,15 +76,15 @@ def quantize_kernel(
 
 
 class QuantizedLinear(Parts, nnx.Module):
-    """``y = activation((x @ kernel.T) * scale + bias)`` with a kernel of 8-bit numbers.
+    """``y = activation((x @ kernel.T) * scale + bias)`` with an 8-bit kernel.
 
-    `jaxscale.models.quantize` makes it of a `Linear` or a `JoinedLinear`, whose output
-    it splits as well. A step of decoding reads little but weights, and of these half as
-    many bytes as in bf16. On Hopper GPUs a kernel reads them as they are stored; where
-    it cannot (input features that are no multiple of 64), XLA may write a copy in the
-    type of the computation. Tensor-parallel devices have a part of the output features,
-    or of the input features: then each scales its own sums, and these are added. The
-    layer has no derivatives.
+    `jaxscale.models.quantize` makes it from a `Linear` or a `JoinedLinear`, whose
+    output it splits as well. A decode step mostly reads weights, here half as many
+    bytes as in bf16. On Hopper GPUs a kernel reads them as they are stored; otherwise
+    (input features that are no multiple of 64), XLA may write a copy in the type of the
+    computation. Tensor parallelism splits the output features, or the input features:
+    then each device scales its partial sums before the reduction. The layer has no
+    derivatives.
 
     Example:
         >>> layer = QuantizedLinear(
@@ -111,7 +111,7 @@ class QuantizedLinear(Parts, nnx.Module):
 
         Args:
             kernel: Weights of a dense layer.
-            weights: Type of the numbers.
+            weights: Type of the quantized weights.
             kernel_axes: Logical axes of the dense kernel.
             out_axes: Logical axes of the result, (batch, tokens, features).
             bias: Bias of the dense layer.
@@ -144,7 +144,7 @@ class QuantizedLinear(Parts, nnx.Module):
 
     @classmethod
     def of(cls, layer: Linear, weights: Quantization) -> "QuantizedLinear":
-        """A quantized layer in the place of a dense one."""
+        """The quantized form of a dense layer."""
         made = cls(
             layer.kernel[...],
             weights,

@@ -1,14 +1,14 @@
 """The self-attention layer, and the state of the tokens that attend in it.
 
-`Attention` has the projections. What it needs besides queries, keys and values is an
-`AttentionState`, whose form says where the keys and values of a sequence lie: in its
-own row (`Whole`), in a packed row (`Packed`), or in pages (`jaxscale.nn.cache`). One
-loop over layers runs all of them, for training, encoding, prefill and decoding. A state
-is a pytree, so it goes through `jax.jit`, `jax.lax.scan` and `jax.shard_map` with the
-tokens that it belongs to.
+`Attention` has the projections. Besides queries, keys and values it needs an
+`AttentionState`, whose class says where the keys and values of a sequence are: in its
+own batch element (`Whole`), in a packed row (`Packed`), or in the pages of a KV cache
+(`jaxscale.nn.cache`). One loop over layers runs all of them, for training, encoding,
+prefill and decode. A state is a pytree, so it passes through `jax.jit`, `jax.lax.scan`
+and `jax.shard_map` with the tokens that it belongs to.
 
-Legend: B batch, T tokens, N query heads, K key/value heads, H head dim, D model,
-P entries of the table of relative positions.
+Legend: B batch, T tokens, N query heads, K key/value heads, H head dim, D model, P rows
+of the table of relative positions.
 """
 
 import abc
@@ -50,7 +50,7 @@ from pallas_kernels.varlen_attention import (
 
 
 Q_AXES = ("batch", None, "act_heads", None)
-"""Logical axes of queries and of what attention gives, [B, T, N, H]."""
+"""Logical axes of queries and of the output of attention, [B, T, N, H]."""
 KV_AXES = ("batch", None, "act_kv_heads", None)
 """Logical axes of keys and values, [B, T, K, H]."""
 
@@ -60,11 +60,11 @@ KV_AXES = ("batch", None, "act_kv_heads", None)
 @typing.no_type_check
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionState(abc.ABC):
-    """Positions, and where keys and values lie, of the tokens that attend.
+    """Positions of the tokens, and where their keys and values are.
 
-    A form is a frozen dataclass registered as a pytree. The metadata of a field with an
-    array hold ``axes``, its logical axes, and ``carried=True`` where `attend` changes
-    it: such a field goes from layer to layer, all others are the same for each.
+    A subclass is a frozen dataclass registered as a pytree. The metadata of an array
+    field holds ``axes``, its logical axes, and ``carried=True`` if `attend` changes it:
+    such a field is passed from layer to layer, all others are the same for every layer.
     """
 
     positions: Int[Array, "B T"] = dataclasses.field(metadata={"axes": ("batch", None)})
@@ -76,12 +76,12 @@ class AttentionState(abc.ABC):
     variant: AttentionConfig | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
-    """Window and rotary embedding of the layer at hand; None: those it was made with.
+    """Window and rotary embedding of the current layer; None: those it was made with.
     """
     workspace: ReduceWorkspace | None = dataclasses.field(
         default=None, metadata={"carried": True}
     )
-    """Of the sums over devices of a step of decoding; None where XLA sums."""
+    """The workspace of all-reduces in a decode step; None if XLA does them."""
 
     @abc.abstractmethod
     def attend(
@@ -92,25 +92,26 @@ class AttentionState(abc.ABC):
         config: AttentionConfig,
         implementation: str | None = None,
     ) -> tuple[Float[Array, "B T N H"], Self]:
-        """Attended values, and the state with the new keys and values.
+        """Attention output, and the state with the new keys and values.
 
-        Runs on the rows and heads of one device, where this state holds their part.
+        It runs on one device's shard of batch and heads, as does this state.
 
         Args:
             q: Queries, rotated.
             k: Keys of the same tokens, rotated.
             v: Values of the same tokens.
             config: Shape and variant of the layer.
-            implementation: Passed to `attention`.
+            implementation: Name of an attention implementation, see `Block`; None picks
+                one.
         """
 
     def sequence_lengths(self) -> Int[Array, "B T"]:
-        """The length of the sequence of each token, by its last position.
+        """The length of each token's sequence, from its last position.
 
-        Runs on the rows of one device, as `attend` does.
+        It runs on one device's shard of the batch, as `attend` does.
 
         Raises:
-            ValueError: sequences of this form may still grow.
+            ValueError: sequences of this state may still grow.
         """
         raise ValueError(
             f"{type(self).__name__} holds sequences that grow, and dynamic rotary "
@@ -118,17 +119,17 @@ class AttentionState(abc.ABC):
         )
 
     def at(self, layer: Int[Array, ""] | int, variant: AttentionConfig | None) -> Self:
-        """The state as the layer of this index and `variant` sees it."""
+        """The state for the layer of this index and `variant`."""
         del layer
         return dataclasses.replace(self, variant=variant)
 
     @property
     def carried(self) -> tuple[Any, ...]:
-        """What goes from layer to layer."""
+        """The fields that are passed from layer to layer."""
         return tuple(getattr(self, name) for name in self._carried_names)
 
     def carrying(self, carried: Sequence[Any]) -> Self:
-        """The state with others in the place of `carried`."""
+        """The state with the fields of `carried` replaced."""
         names = self._carried_names
         return dataclasses.replace(self, **dict(zip(names, carried, strict=True)))
 
@@ -139,13 +140,13 @@ class AttentionState(abc.ABC):
 
     @property
     def axes(self) -> Self:
-        """The state with logical axes in the place of its arrays."""
+        """The state with logical axes in place of its arrays."""
         axes = self._fields("axes")
         given = {n: axes[n] for n in axes if getattr(self, n) is not None}
         return dataclasses.replace(self, **given)
 
     def _fields(self, key: str) -> dict[str, Any]:
-        """The entries of the metadata under `key`, by the name of the field."""
+        """The metadata entries under `key`, by field name."""
         fields = dataclasses.fields(self)
         return {f.name: f.metadata[key] for f in fields if key in f.metadata}
 
@@ -154,7 +155,7 @@ class AttentionState(abc.ABC):
 @register_state
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Whole(AttentionState):
-    """Rows that hold one sequence each, without padding that a token could see."""
+    """Unpacked sequences, one per batch element, without padding in the middle."""
 
     @typing.override
     def attend(
@@ -178,13 +179,13 @@ class Whole(AttentionState):
 @register_state
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packed(AttentionState):
-    """Rows in which sequences lie one after another and see themselves alone."""
+    """Packed rows: consecutive sequences, each of which attends only to itself."""
 
     cu_seqlens: Int[Array, "B seqs_plus_1"] = dataclasses.field(
         metadata={"axes": ("batch", None)}
     )
     """Boundaries: sequence `i` of row `b` is the tokens from ``cu_seqlens[b, i]`` to
-    ``cu_seqlens[b, i + 1]``; what lies past the last one is padding."""
+    ``cu_seqlens[b, i + 1]``; tokens past the last one are padding."""
 
     @typing.override
     def attend(
@@ -211,7 +212,7 @@ class Packed(AttentionState):
     def in_sequence_with(
         self, marked: Bool[Array, "B T"], rules: AxisRules = REPLICATED
     ) -> Bool[Array, "B T"]:
-        """Mark the tokens of sequences that hold a `marked` token."""
+        """Mark all tokens of sequences that have a `marked` token."""
 
         def one_row(cu_seqlens: Array, marked: Array) -> Array:
             # Padding has the id -1, the last of as many entries as there are bounds.
@@ -234,20 +235,20 @@ def attention_state(
     relative: Float[Array, "P D"] | None = None,
     rules: AxisRules = REPLICATED,
 ) -> Whole | Packed:
-    """The state of whole rows, or of packed ones where `cu_seqlens` is given.
+    """The state of unpacked sequences, or of packed ones if `cu_seqlens` is given.
 
     Args:
-        shape: (B, T), rows and tokens of a row.
+        shape: (B, T), batch size and tokens per batch element.
         cu_seqlens: Boundaries of packed sequences, as for `Packed`.
-        positions: Position of each token in its sequence; counted from the start of the
-            row or of the packed sequence if None.
+        positions: Position of each token in its sequence; by default counted from the
+            start of the batch element or of the packed sequence.
         relative: The table of relative positions.
-        rules: The table of the recipe.
+        rules: The sharding rules.
 
     Raises:
-        ValueError: `cu_seqlens` has not B rows; or its values, where they are not
-            traced, do not start at 0, decrease or pass T; or devices share the rows
-            here, which only decoders know how to do.
+        ValueError: `cu_seqlens` does not have B rows; or its values, if not traced, do
+            not start at 0, decrease or exceed T; or context parallelism is on, which
+            only decoders support.
 
     Example:
         >>> attention_state((1, 3), cu_seqlens=jnp.array([[0, 1, 3]]))
@@ -273,7 +274,7 @@ def token_positions(
     cu_seqlens: Int[Array, "B seqs_plus_1"] | None,
     rules: AxisRules,
 ) -> Int[Array, "B T"]:
-    """Positions counted from the start of each row or packed sequence."""
+    """Positions counted from the start of each batch element or packed sequence."""
     num_tokens = shape[1]
     if cu_seqlens is None:
         return jnp.broadcast_to(jnp.arange(num_tokens), shape)
@@ -288,10 +289,10 @@ def token_positions(
 class Attention(nnx.Module):
     """Self-attention with its four projections.
 
-    The tokens of the input are gathered, heads are split over the tensor axis, and the
-    result leaves split along the tokens (sequence parallelism). A block may
+    The tokens of the input are all-gathered, heads are split over the tensor axis, and
+    the result is reduce-scattered along the tokens (sequence parallelism). A block may
     call the projections `inputs` and `out` itself, to share their communication with
-    other layers, and `attend` between them, which subclasses may replace.
+    other layers, and `attend` between them, which subclasses may override.
 
     Example:
         >>> config = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -324,13 +325,14 @@ class Attention(nnx.Module):
             d_model: Features of the input and the output.
             config: Shape and variant.
             out_init: Initializer of the output projection.
-            implementation: Passed to `attention`.
+            implementation: Name of an attention implementation, see `Block`; None picks
+                one.
             dtype: Type of the computation.
             param_dtype: Type of the parameters.
-            rules: The table of the recipe.
-            tensor_parallel: Communication: see `jaxscale.sharding.column_parallel`.
-            quantization: Of the projections: see `jaxscale.nn.Linear`.
-            rngs: Source of the keys.
+            rules: The sharding rules.
+            tensor_parallel: Communication, see `jaxscale.sharding.column_parallel`.
+            quantization: Quantization of the projections, see `jaxscale.nn.Linear`.
+            rngs: Source of the random keys.
         """
         self.config = config
         self.implementation = implementation
@@ -395,22 +397,22 @@ class Attention(nnx.Module):
         return self.query, self.key, self.value
 
     def join_inputs(self, shards: int) -> None:
-        """Make queries, keys and values in one product, as `JoinedLinear` says."""
+        """Merge the query, key and value projections, see `JoinedLinear`."""
         join_inputs(self, ("query", "key", "value"), shards)
 
     def __call__[State: AttentionState](
         self, x: Float[Array, "B T D"], state: State
     ) -> tuple[Float[Array, "B T D"], State]:
-        """The layer alone: `inputs`, `attend` and `out`, one after the other.
+        """Run the layer: `inputs`, `attend` and `out`.
 
         Args:
             x: Normalized activations.
-            state: Where the tokens stand, and the keys and values that they see:
-                `attention_state` makes one.
+            state: Positions of the tokens, and the keys and values that they attend to;
+                made by `attention_state`.
 
         Returns:
-            The sum that the block adds to its residual stream, and the state with the
-            keys and values of the tokens.
+            The output that the block adds to its residual stream, and the state with
+            the keys and values of the tokens.
         """
         heads = self.split_heads(project_together(self.inputs, x))
         out, state = self.attend(heads, state)
@@ -419,11 +421,11 @@ class Attention(nnx.Module):
     def attend[State: AttentionState](
         self, heads: Sequence[Float[Array, "B T _heads H"]], state: State
     ) -> tuple[Float[Array, "B T N H"], State]:
-        """The attended values of `heads`, and the state with their keys and values.
+        """Attention output of `heads`, and the state with their keys and values.
 
         Args:
             heads: Queries, keys and values from `split_heads`.
-            state: Positions, and where the keys and values of a sequence lie.
+            state: Positions, and where the keys and values of a sequence are.
         """
         config = self.config if state.variant is None else state.variant
         workspace, state = state.workspace, dataclasses.replace(state, workspace=None)
@@ -470,10 +472,10 @@ class Attention(nnx.Module):
 
     @property
     def _head_rules(self) -> AxisRules:
-        """The rules by which query heads are split with the key heads that they read.
+        """The rules that split query heads together with their key/value heads.
 
-        One device's query heads beside all key heads would be taken to share those
-        evenly, which is right only for a single key head.
+        Some query heads next to all key heads would be grouped evenly over them, which
+        is right only for a single key head.
         """
         if self.config.num_kv_heads == 1:
             return self.rules

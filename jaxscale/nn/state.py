@@ -1,4 +1,4 @@
-"""Registration of the states of attention as pytrees."""
+"""Registration of attention states as pytrees."""
 
 import dataclasses
 from typing import Any
@@ -9,12 +9,12 @@ import jax
 def register_state[Cls: type](cls: Cls) -> Cls:
     """Register a frozen dataclass as `jax.tree_util.register_dataclass` does.
 
-    Mapped to text, its tree becomes a dict of the fields. Flax writes the arguments of
-    layers in this way in `flax.nnx.tabulate`, where it knows only lists, tuples and
-    dicts inside of others (flax 0.12 fails on any other pytree).
+    Mapped to text, its tree becomes a dict of the fields, as `flax.nnx.tabulate` needs
+    for the arguments of layers: flax 0.12 fails there on pytrees other than lists,
+    tuples and dicts.
 
     Args:
-        cls: The class; fields with ``static`` in their metadata are no children.
+        cls: The class; fields with ``static`` in their metadata are not children.
     """
     fields = dataclasses.fields(cls)
     static = tuple(f.name for f in fields if f.metadata.get("static"))

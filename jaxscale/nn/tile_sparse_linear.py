@@ -1,7 +1,7 @@
-"""A linear projection whose weight is tile-wise sparse.
+"""A linear layer with a tile-wise sparse weight.
 
-Axes: B batch, T tokens, S shards of the weight, J tiles, P capacity for rows in a tile,
-G columns of a tile, C packed columns.
+Axes: B batch, T tokens, S shards of the weight, J tiles, P row capacity of a tile, G
+    columns of a tile, C packed columns.
 """
 
 from typing import Any, Literal
@@ -24,18 +24,19 @@ from pallas_kernels.tile_sparse_matmul import (
 
 
 class SparsePattern(nnx.Variable):
-    """The weights that a `TileSparseLinear` has; training leaves the pattern alone."""
+    """The sparsity pattern of a `TileSparseLinear`, which is not trained."""
 
 
 class TileSparseLinear(nnx.Module):
-    """`jaxscale.nn.Linear` with a weight of which each tile keeps its own rows.
+    """`jaxscale.nn.Linear` with a weight whose tiles of columns each keep their own
+    rows.
 
-    `jaxscale.pruning.sparsify` makes it from a pruned `Linear`. The weight comes in S
-    shards of equal shape, a tensor-parallel device holding its part of them: each shard
-    has tiles of its own columns where the rules split the output features, and all
-    tiles with its own rows where they split the input features, whose products are then
-    summed. On fewer devices one computes several shards. Bias and activation are part
-    of the kernel, but follow the sum where there is one.
+    `jaxscale.pruning.sparsify` makes it from a pruned `Linear`. The weight has S shards
+    of equal shape, split over tensor-parallel devices: if the rules split the output
+    features, each shard has the tiles of its own columns; if they split the input
+    features, it has all tiles with its own rows, and the partial results are summed. On
+    fewer devices one computes several shards. Bias and activation are fused into the
+    kernel, unless they follow such a sum.
 
     Example:
         >>> mask = jnp.ones((4, 8), bool).at[::2, :4].set(False)
@@ -68,12 +69,12 @@ class TileSparseLinear(nnx.Module):
             split: Dimension of the shards: input features (rows) or output features.
             kernel_axes: Logical axes of the dense kernel.
             out_axes: Logical axes of the result, (batch, tokens, features).
-            zeros_stay: Zeros among the values are pruned weights: tiles keep whole rows
-                for the sake of some of them, and training leaves the others zero.
+            zeros_stay: Zeros among the values are pruned weights, in rows that a tile
+                keeps for other weights; training leaves them zero.
             bias: Bias of the dense layer.
             dtype: Type of the computation and the result.
             rules: Mesh axes of each logical axis.
-            implementation: Passed to `tile_sparse_matmul`.
+            implementation: Implementation of `tile_sparse_matmul`; None picks one.
         """
         check_axes(*kernel_axes, *out_axes)
         self.split = split
@@ -86,8 +87,8 @@ class TileSparseLinear(nnx.Module):
         self.zeros_stay = zeros_stay
         self.equal_counts, self.steps = weight.equal_counts, weight.steps
         self.bias = bias
-        # The shards divide one axis of the kernel, one shard none. By the other, FSDP
-        # stores a part of the rows of each tile.
+        # The shards split one axis of the kernel, a single shard none. Along the other,
+        # FSDP stores a part of the rows of each tile.
         rows = split == "rows" or (split is None and kernel_axes[1] == "embed")
         self._shard_axis, storage = kernel_axes if rows else kernel_axes[::-1]
 
@@ -123,7 +124,7 @@ class TileSparseLinear(nnx.Module):
 
     @property
     def _shards_of_bias(self) -> Float[Array, "S C"] | None:
-        """The bias beside the columns of each shard."""
+        """The bias of each shard's columns."""
         if self.bias is None:
             return None
         shape = len(self.values[...]), self.shape[1]  # [S C] to [S, C]
@@ -143,7 +144,7 @@ class TileSparseLinear(nnx.Module):
             activation: Activation of the result, a name in
                 `pallas_kernels.matmul.ACTIVATIONS`.
             feature_major: True: features are the leading axis, of `x` and of the
-                result. The kernels want them there: between two sparse layers this
+                result. The kernels need them there: between two sparse layers this
                 saves transposes.
 
         Returns:
@@ -151,7 +152,7 @@ class TileSparseLinear(nnx.Module):
         """
         by_rows, axis = self.split == "rows", self._shard_axis
         x_along, y_along = (0 if major else -1 for major in feature_major)
-        # Products of some of the rows are summed before bias and activation.
+        # Partial results of some rows are summed before bias and activation.
         bias, follow = (None, None) if by_rows else (self._shards_of_bias, activation)
         leaves, structure = jax.tree.flatten((self.weight, bias))
 

@@ -1,4 +1,4 @@
-"""What a run has done, from the files that it writes; on any machine, without jax."""
+"""Monitoring of a run from the files that it writes; on any machine, without jax."""
 
 from jaxscale.observability.goodput import PARTS, Goodput, goodput
 from jaxscale.observability.layout import MeshLayout, find_layout

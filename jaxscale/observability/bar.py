@@ -1,8 +1,8 @@
-"""A line that moves while something goes on, in a terminal and in Jupyter.
+"""A progress bar for terminals and Jupyter.
 
-In a terminal rich draws it. In Jupyter rich draws a widget, of which a notebook that is
-read elsewhere shows nothing. There the line is replaced as a whole, which needs no
-other package, and the last one stays in the notebook.
+In a terminal rich draws it. In Jupyter rich would draw a widget, which does not show in
+a saved notebook. There the line is replaced as a whole, which needs no other package,
+and the last one stays in the notebook.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def in_jupyter() -> bool:
 
 
 class Bar:
-    """A progress bar, from its first line to its last.
+    """A progress bar.
 
     Example:
         >>> bar = Bar("count", 2)
@@ -40,9 +40,9 @@ class Bar:
         """Show the bar.
 
         Args:
-            name: What progresses.
+            name: Label of the bar.
             total: Number of steps.
-            done: Steps that were done before.
+            done: Steps already done.
             stderr: In a terminal, write to standard error.
 
         Raises:
@@ -55,13 +55,13 @@ class Bar:
         """Move the bar.
 
         Args:
-            done: Steps that are done, of all.
-            shown: Text behind the bar.
+            done: Number of steps done so far.
+            shown: Text after the bar.
         """
         self._bar.update(done, shown)
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Leave the bar on the screen."""
         self._bar.close()
 
 
@@ -90,7 +90,7 @@ class _Terminal:
 
 
 class _Notebook:
-    """An output of a cell, which is replaced at most ten times a second."""
+    """The output of a cell, replaced at most ten times a second."""
 
     def __init__(self, name: str, total: int, done: int, stderr: bool) -> None:
         from IPython.display import display
@@ -120,7 +120,7 @@ class _Notebook:
 
     @property
     def _time(self) -> str:
-        """The seconds that are left, or at the end those that it took."""
+        """The remaining seconds, or the total at the end."""
         taken = time.monotonic() - self._start
         if self._done >= self._total:
             return f"{taken:.0f} s"
@@ -147,12 +147,12 @@ def progress_bar(
     """A progress bar, or nothing.
 
     Args:
-        name: What progresses.
-        wanted: None shows it in a notebook, and where stderr is a terminal.
+        name: Label of the bar.
+        wanted: None shows it in a notebook, and if stderr is a terminal.
         total: Number of steps.
 
     Returns:
-        A function that takes how many more are done.
+        A function that takes the number of further steps done.
     """
     if wanted is None:
         wanted = sys.stderr.isatty() or in_jupyter()

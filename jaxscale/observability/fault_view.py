@@ -1,4 +1,4 @@
-"""The faults of a run: why, who, how long, and where the ranks stood."""
+"""The faults of a run: reasons, suspects, durations, and where the ranks were."""
 
 import collections
 import re
@@ -22,13 +22,13 @@ _FRAMES = 3
 
 
 def fault_rows(run: Run) -> list[dict[str, Any]]:
-    """A row for each fault that the supervisor has seen; without one, for each error.
+    """A row per fault that the supervisor has seen; without a supervisor, per error.
 
     Returns:
         ``kind``, ``reason``, ``suspects``, ``time`` from the begin of the run,
-        ``silent`` seconds since the last word of the suspects, ``restart`` seconds
+        ``silent`` seconds since the last message of the suspects, ``restart`` seconds
         until a step was done again, ``lost`` steps, and ``stacks``: calls and the ranks
-        that stood there. None is what is not known.
+        that were there. None is unknown.
     """
     faults = [event for event in run.driver if event.kind == "fault"]
     if not faults:
@@ -59,7 +59,7 @@ def fault_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def moments(run: Run, layout: MeshLayout, now: float) -> list[dict[str, Any]]:
-    """The mesh at each of the last faults, and `now`, which comes first."""
+    """The mesh at each of the last faults, and first `now`."""
     ranks = sorted({*layout.ranks})
     usual = step_seconds(run)
     cycles = [event.cycle for rank in run.ranks for event in rank.events[-1:]]
@@ -79,7 +79,7 @@ def moments(run: Run, layout: MeshLayout, now: float) -> list[dict[str, Any]]:
 
 
 def suspected(event: Event) -> list[int]:
-    """The ranks that a fault names, as far as they stand out."""
+    """The ranks that a fault names, if they stand out."""
     named = [
         re.match(r"rank (\d+): (?!nobody stands out)", text)
         for text in _strings(event.args.get("suspects"))
@@ -88,7 +88,7 @@ def suspected(event: Event) -> list[int]:
 
 
 def _errors(run: Run) -> Iterator[tuple[int, Event]]:
-    """What ranks have said themselves, the same step of several ranks once."""
+    """Faults that ranks have reported themselves, once per step."""
     known = set()
     faults = [(r.number, e) for r in run.ranks for e in r.events if e.kind == "fault"]
     for number, event in sorted(faults, key=lambda found: found[1].t1):
@@ -126,7 +126,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _silence(run: Run, event: Event) -> float | None:
-    """Seconds between the last word of a suspect and the fault."""
+    """Seconds between the last message of a suspect and the fault."""
     named = suspected(event)
     stand = standings(run, named, cycle=event.cycle, until=event.t0)
     times = [s.time for s in stand.values() if s.time]
@@ -134,7 +134,7 @@ def _silence(run: Run, event: Event) -> float | None:
 
 
 def _lost(run: Run, event: Event) -> int | None:
-    """Steps that were done and had to be computed again."""
+    """Steps that were done and had to be recomputed."""
     steps = run.ranks[0].steps
     later = steps.step[steps.cycle > event.cycle]
     if not len(later):
@@ -143,7 +143,7 @@ def _lost(run: Run, event: Event) -> int | None:
 
 
 def _stacks(directory: Path, cycle: int) -> list[list[Any]]:
-    """Where the main threads stood at the end of a cycle, with the ranks there."""
+    """Where the main threads were at the end of a cycle, with the ranks there."""
     groups: dict[str, list[int]] = collections.defaultdict(list)
     files = sorted((directory / "supervisor").glob(f"stacks-{cycle}-*.txt"))
     for file in files[:_MOST_STACKS]:

@@ -1,4 +1,4 @@
-"""Where the time of a run has gone."""
+"""Goodput: where the time of a run has gone."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -27,25 +27,25 @@ _PAUSES = {end: phases.PAUSES[begin] for begin, end in phases.SPANS.items()}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """The time of a run, each moment of which belongs to one part.
+    """The time of a run, split into parts.
 
-    What the job does in each:
+    In each part, the job:
 
     - productive: computes steps that count
-    - lost: computes steps that a later start has computed again
-    - data_wait: has nothing on the device, since a rank waits for its batch
+    - lost: computes steps that a later start has recomputed
+    - data_wait: has an idle device, since a rank waits for its batch
     - checkpoint: saves, or at the end waits until a checkpoint is on disk
     - evaluation: evaluates
     - compile: compiles and runs the first step of its first start
-    - start: starts for the first time, or after an end that was meant, and restores
-    - restart: has died: from the last step before until a step is done again
-    - idle: does nothing of this, such as hooks between steps
+    - start: starts for the first time, or after a regular end, and restores
+    - restart: has failed: from the last step before until a step is done again
+    - idle: does something else, such as hooks between steps
     """
 
     edges: np.ndarray
     """[N + 1] Times in seconds since 1970, ascending."""
     labels: np.ndarray
-    """[N] Between two edges: an index of `PARTS`."""
+    """[N] The part between two edges: an index of `PARTS`."""
 
     @property
     def wall(self) -> float:
@@ -60,40 +60,40 @@ class Goodput:
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """Each part of the wall time, from 0 to 1; all 0 where no time has passed."""
+        """Fraction of wall time of each part; all 0 if no time has passed."""
         wall = self.wall or 1.0
         return {part: seconds / wall for part, seconds in self.seconds.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Launch:
-    """One start of the processes, as a rank has lived it."""
+    """One start of the processes, as seen by a rank."""
 
     events: Sequence[Event]
     steps: Steps
     waits: np.ndarray  # [2, N] see `_waits`
-    ended: bool  # as it was meant to
+    ended: bool  # regularly
 
     @property
     def end(self) -> float:
-        """When its host was last known to do something."""
+        """Time of the last event of its host."""
         times = [*self.steps.begin, *(event.t1 for event in self.events)]
         return float(max(times))
 
 
 def goodput(run: Run, *, until: float | None = None) -> Goodput:
-    r"""Divide the time of a run into parts.
+    r"""Split the time of a run into parts.
 
-    A job in lock step has one time: that of its lowest rank, but for what all wait for,
-    which is taken from the rank that hands a step to its device last.
+    A job in lock step has a single timeline: that of its lowest rank, except for what
+    all wait for, which is taken from the rank that dispatches a step last.
 
     Args:
         run: The result of `read_run`.
-        until: Seconds since 1970 at which the time ends; None is the newest event. For
-            a run that goes on, now.
+        until: End of the time, in seconds since 1970; None is the newest event. For a
+            running run, now.
 
     Returns:
-        The parts. A step counts when it is done: until then it is idle.
+        The parts. A step counts when it is done: until then the time is idle.
 
     Example:
         >>> import json, tempfile
@@ -176,10 +176,10 @@ def _launches(rank: Rank, waits: np.ndarray) -> list[_Launch]:
 
 
 def _waits(run: Run) -> np.ndarray:
-    """Seconds that the devices had nothing to do before each step of the lowest rank.
+    """Seconds that the devices were idle before each step of the lowest rank.
 
     Returns:
-        [2, N], of the rank that had its batch last: until it began, and then until it
+        [2, N], for the rank that had its batch last: until it began, and then until it
         had the batch.
     """
     keys = [rank.steps.cycle << 32 | rank.steps.step for rank in run.ranks]
@@ -204,12 +204,12 @@ def _waits(run: Run) -> np.ndarray:
 def _points(
     launch: _Launch, restarts: bool, again: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """When which part begins, in order: two arrays [P].
+    """The start of each part, in order: two arrays [P].
 
     Args:
         launch: The start.
-        restarts: Whether one has died before it.
-        again: The first step that a later start has computed.
+        restarts: Whether a previous one has failed.
+        again: The first step that a later start has recomputed.
     """
     code = {part: i for i, part in enumerate(PARTS)}
     steps, points = launch.steps, list[tuple[float, int]]()
@@ -230,7 +230,7 @@ def _points(
             points.append((event.t1, code[phases.PAUSES[phases.FINISH]]))
         elif event.name == phases.BYE:
             points.append((event.t1, code["idle"]))
-    # After the first step: idle, waiting for data, computing, for each that follows.
+    # After the first step: idle, waiting for data, computing, for each following one.
     waits = launch.waits[:, is_done][:, 1:]
     floor = done[:-1]  # [D - 1]
     begin = np.minimum(floor + waits[0], done[1:])
@@ -241,7 +241,7 @@ def _points(
     times = np.stack([begin, fetched, done[1:]], axis=1).ravel()  # [3 (D - 1)]
     kinds = np.stack([same * code["data_wait"], computes, same * code["idle"]], axis=1)
     first = [done[0]] if len(done) else []
-    # Of points at one time the last counts: what begins as a step ends.
+    # Of points at the same time the last counts: what begins as a step ends.
     t = np.concatenate([first, times, [t for t, _ in points]])
     labels = np.concatenate(
         [[code["idle"]] * len(first), kinds.ravel(), [p for _, p in points]]
@@ -251,7 +251,7 @@ def _points(
 
 
 def _last_progress(launch: _Launch) -> float:
-    """When a start that has died was last known to have come further."""
+    """Time of the last known progress of a failed start."""
     done = launch.steps.done
     if np.isnan(done).all():
         return launch.end

@@ -1,7 +1,7 @@
-"""One HTML file that tells what a run did: text, tables and interactive plots.
+"""A self-contained HTML report: text, tables and interactive plots.
 
-The file is self-contained (plotly's script is inlined), so it opens in a browser
-without a network and can be mailed.
+Plotly's script is inlined, so the file opens in a browser without a network and can be
+mailed.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class Series:
 
 
 class Report:
-    """Collects the parts of a page in order and writes them as one HTML file.
+    """Collect the parts of a page in order, and write them as one HTML file.
 
     Example:
         >>> import tempfile
@@ -95,7 +95,7 @@ class Report:
         self._parts.append(f"<p>{html.escape(text)}</p>")
 
     def sample(self, text: str) -> None:
-        """Text whose line breaks and spaces count, such as generated code."""
+        """Preformatted text, such as generated code."""
         self._parts.append(f"<pre>{html.escape(text)}</pre>")
 
     def table(
@@ -110,7 +110,7 @@ class Report:
         Args:
             columns: Heads of the columns.
             rows: Cells of each row.
-            folded: A line that shows the table when it is clicked; None shows it.
+            folded: Summary line that unfolds the table; None shows the table.
 
         Raises:
             ValueError: a row has another number of cells than there are columns.
@@ -139,7 +139,7 @@ class Report:
         self.table(["what", "value"], rows, folded=folded)
 
     def drawing(self, svg: str) -> None:
-        """A picture; one that is wider than the page can be scrolled.
+        """A picture; if wider than the page, it can be scrolled.
 
         Args:
             svg: The picture as an ``<svg>`` element, put into the page as it is.
@@ -185,7 +185,7 @@ class Report:
         """An interactive bar chart, for example a histogram.
 
         Args:
-            series: One color of bars each; `x` are their middles, `y` their heights.
+            series: One color of bars each; `x` are their centers, `y` their heights.
             x_title: Title of the horizontal axis, with the unit.
             y_title: Title of the vertical axis, with the unit.
 
@@ -204,7 +204,7 @@ class Report:
         """An interactive image in shades of one color, its first row on top.
 
         Args:
-            values: Rows of shares that are kept, from 0 (white) to 1.
+            values: Rows of kept fractions, from 0 (white) to 1.
             x_title: Title of the columns.
             y_title: Title of the rows.
 
@@ -223,7 +223,7 @@ class Report:
         self._figure(figure, x_title, y_title, yaxis_autorange="reversed")
 
     def _figure(self, figure: Any, x_title: str, y_title: str, **layout: Any) -> None:
-        """Lay a figure out as all are, and append it."""
+        """Apply the common layout to a figure, and append it."""
         figure.update_layout(
             template="plotly_white",
             height=340,
@@ -249,7 +249,7 @@ class Report:
         """Append the parts of another report, whose title is dropped.
 
         Raises:
-            ValueError: both have plots, and so both the script that draws them.
+            ValueError: both have plots, and so both contain plotly's script.
         """
         if self._has_plot and other._has_plot:
             raise ValueError("only one of two joined reports may have plots")
@@ -275,7 +275,7 @@ def add_steps(report: Report, records: Sequence[Mapping[str, Any]]) -> None:
     """Plots of a training: losses, learning rate, norm of the gradients, speed.
 
     Args:
-        report: Gets the plots.
+        report: The report to add plots to.
         records: The lines of ``metrics.jsonl``.
 
     Example:

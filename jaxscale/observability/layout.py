@@ -1,6 +1,6 @@
-"""The places of the processes of a run in its mesh, as they told them themselves.
+"""The positions of a run's processes in its mesh, as they report them.
 
-Each process reports a ``layout`` event when it begins, with its own places alone, so
+Each process reports a ``layout`` event when it begins, with only its own positions, so
 that the events of thousands of processes stay short.
 """
 
@@ -15,12 +15,12 @@ from jaxscale.observability.run import Run
 from jaxscale.supervision import phases
 
 
-_MOST_PLACES = 2**20  # of a mesh that is drawn; a damaged file may name any number
+_MOST_PLACES = 2**20  # of a drawn mesh; a damaged file may have any number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshLayout:
-    """The mesh of a run: where each rank stands, and what its pipeline does.
+    """The mesh of a run: the position of each rank, and its pipeline.
 
     Example:
         >>> layout = MeshLayout(axes={"pipe": 2, "tensor": 2}, ranks=(0, 0, 1, 1))
@@ -31,17 +31,17 @@ class MeshLayout:
     axes: Mapping[str, int]
     """Sizes of the axes by name, in the order of the mesh."""
     ranks: tuple[int, ...]
-    """The rank that holds each place, the last axis fastest."""
+    """The rank of each position, the last axis fastest."""
     hosts: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """The host of each rank that told it."""
+    """The host of each rank that reported it."""
     microbatches: int = 1
-    """Parts of a batch in a pipeline."""
+    """Microbatches of a pipeline."""
     chunks: int = 1
-    """Parts of the layers that each stage holds."""
+    """Model chunks per stage."""
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline; 1 where there is none."""
+        """Pipeline stages; 1 if there is no pipeline."""
         return self.axes.get("pipe", 1)
 
     @property
@@ -50,7 +50,7 @@ class MeshLayout:
         return len(set(self.ranks))
 
     def coordinates(self, place: int) -> tuple[int, ...]:
-        """The coordinates of a place, along each axis."""
+        """The coordinates of a position, along each axis."""
         found = []
         for size in reversed(list(self.axes.values())):
             place, at = divmod(place, size)
@@ -58,11 +58,11 @@ class MeshLayout:
         return tuple(reversed(found))
 
     def places(self, rank: int) -> list[int]:
-        """The places of a rank."""
+        """The positions of a rank."""
         return [i for i, r in enumerate(self.ranks) if r == rank]
 
     def lines(self, place: int) -> dict[str, list[int]]:
-        """The places that differ from `place` along one axis alone, by that axis."""
+        """The positions that differ from `place` along one axis only, by that axis."""
         found, stride = {}, math.prod(self.axes.values())
         for (axis, size), at in zip(
             self.axes.items(), self.coordinates(place), strict=True
@@ -73,7 +73,7 @@ class MeshLayout:
         return found
 
     def name(self, rank: int) -> str:
-        """A rank with its coordinates, along axes that have several, and its host."""
+        """A rank with its coordinates, along axes larger than one, and its host."""
         about = []
         places = [self.coordinates(place) for place in self.places(rank)]
         for n, (axis, size) in enumerate(self.axes.items()):
@@ -87,7 +87,7 @@ class MeshLayout:
 
 
 def layout_args(mesh: Any, rank: int, config: Any) -> dict[str, Any]:
-    """What the ``layout`` event of a process says.
+    """The arguments of a process's ``layout`` event.
 
     Args:
         mesh: The `jax.sharding.Mesh`.
@@ -105,9 +105,9 @@ def layout_args(mesh: Any, rank: int, config: Any) -> dict[str, Any]:
 
 
 def find_layout(run: Run) -> MeshLayout:
-    """The layout that the ranks have told last.
+    """The layout that the ranks have reported last.
 
-    Places that nobody claims belong to ranks that have told nothing, in their order.
+    Unclaimed positions belong to ranks that have reported nothing, in their order.
     Without any such event the ranks form a mesh of one axis.
     """
     told = {

@@ -1,7 +1,8 @@
-"""The page of a run over HTTP, whose data are made anew while files grow.
+"""The live page of a run over HTTP, updated while files grow.
 
-Two things are served, the page and its data; nothing in a request names a file. Work is
-bounded: one thread at a time reads the run, not more often than it takes it to.
+Only the page and its data are served; nothing in a request names a file. Work is
+bounded: one thread at a time reads the run, at intervals proportional to the time that
+it takes.
 """
 
 import http
@@ -29,12 +30,12 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class LiveRun:
-    """The data of a run, read again when its files have changed."""
+    """The data of a run, reread when its files have changed."""
 
     def __init__(
         self, directory: str | Path, *, clock: Callable[[], float] = time.time
     ) -> None:
-        """Name the output directory, which may be empty yet."""
+        """Set the output directory, which may still be empty."""
         self._directory, self._clock = Path(directory), clock
         self._reader, self._reading = RunReader(directory), threading.Lock()
         self._run: Run | None = None
@@ -43,7 +44,7 @@ class LiveRun:
         self._data: dict[str, Any] | None = None
 
     def data(self) -> dict[str, Any]:
-        """The newest data; while they are made, those before."""
+        """The newest data; the previous ones while they are being updated."""
         if self._reading.acquire(blocking=self._data is None):
             try:
                 self._renew()
@@ -75,7 +76,7 @@ class LiveRun:
         self._next = self._clock() + max(least, _REST * took)
 
     def _files(self) -> dict[str, tuple[int, int]]:
-        """Sizes and times of the files that are read."""
+        """Sizes and modification times of the files."""
         patterns = ("events-*.jsonl", "metrics.jsonl", "supervisor/*.jsonl")
         found = {}
         for pattern in (*patterns, "supervisor/stacks-*-*.txt"):
@@ -109,7 +110,7 @@ class ReportServer(http.server.ThreadingHTTPServer):
             directory: Output directory of the run.
 
         Raises:
-            OSError: the address cannot be listened at.
+            OSError: the address cannot be listened on.
         """
         self.live = LiveRun(directory)
         if ":" in address[0]:
@@ -119,19 +120,19 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where a browser finds the page."""
+        """URL of the page."""
         host, port = self.server_address[:2]
         name = f"[{host!s}]" if ":" in str(host) else str(host)
         return f"http://{name}:{port}/"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Hosts that a request may ask for; none where all may."""
+        """Accepted hosts of a request; empty for any."""
         host = str(self.server_address[0])
         return _LOOPBACK if host in ("127.0.0.1", "::1") else ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread, as long as there are not too many."""
+        """Answer on a thread, unless there are too many."""
         if self._room.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
@@ -153,7 +154,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         names = self.server.names
         host = re.sub(r":\d*$", "", self.headers.get("Host", ""))
         if names and host not in names:
-            # A page from elsewhere whose name was made to mean this machine.
+            # A foreign page whose name resolves to this machine (DNS rebinding).
             self.send_error(http.HTTPStatus.FORBIDDEN)
             return
         url = urlsplit(self.path)
@@ -183,4 +184,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: a page asks every two seconds."""
+        """Log nothing: a page sends a request every two seconds."""

@@ -1,9 +1,9 @@
-"""The mesh as a picture in space: how far each rank is, and who waits for whom.
+"""The mesh as a 3-D picture: how far each rank is, and who waits for whom.
 
-A job hangs when one rank does not reach a collective: the others reach it and wait, in
-the same place of their programs. The one that has not reported it is the culprit, as in
-MegaScale (arXiv 2402.15627, section 5.3). A rank waits directly for those with which it
-shares a line of the mesh, and for others through these.
+A job hangs when one rank does not reach a collective: the others reach it and wait, at
+the same point of their programs. The one that has not reported it is the culprit, as in
+MegaScale (arXiv 2402.15627, section 5.3). A rank waits directly for those that differ
+along one mesh axis, and for others through these.
 """
 
 import collections
@@ -27,25 +27,25 @@ _NAMED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """Where a rank stood last."""
+    """The last known position of a rank in its program."""
 
     step: int
     """The step."""
     phase: str
-    """What it did; empty for a rank that said nothing."""
+    """Its phase; empty for a rank that reported nothing."""
     time: float
-    """When it said so, in seconds since 1970."""
+    """When it reported so, in seconds since 1970."""
     error: str = ""
     """The error that ended it."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """What is lower is behind."""
+        """Order of progress: a lower value is behind."""
         return self.step, phases.ORDER.get(self.phase, -1)
 
     @property
     def text(self) -> str:
-        """In words."""
+        """Description in words."""
         if self.error:
             return f"step {self.step}, failed in {self.phase}"
         return f"step {self.step}, {self.phase}" if self.phase else "nothing heard"
@@ -57,12 +57,12 @@ _NOTHING = Standing(-1, "", 0.0)
 def standings(
     run: Run, ranks: Collection[int], *, cycle: int, until: float = math.inf
 ) -> dict[int, Standing]:
-    """Where each rank stood in a cycle, at a time.
+    """Where each rank was in a cycle, at a time.
 
     Args:
         run: From `read_run`.
         ranks: The ranks of the mesh.
-        cycle: The start of the job; 0 without a supervisor, where the last one counts.
+        cycle: The start of the job; 0 without a supervisor, when the last one counts.
         until: Seconds since 1970.
     """
     known = {rank.number: rank for rank in run.ranks}
@@ -72,14 +72,14 @@ def standings(
             found[n], began[n] = _standing(known[n], cycle, until)
     newest = max(began.values(), default=0.0)
     for n, stand in found.items():
-        # What had ended when the others began anew has not come back.
+        # A rank that had ended when the others restarted has not come back.
         if not cycle and stand.time < newest and stand.phase not in phases.STARTING:
             found[n] = _NOTHING
     return found
 
 
 def _standing(rank: Rank, cycle: int, until: float) -> tuple[Standing, float]:
-    """Where a rank stood, and when it had begun."""
+    """Where a rank was, and when it had begun."""
     stand, begun = _NOTHING, 0.0
     for event in rank.events:
         if event.cycle != cycle or event.t1 > until:
@@ -132,16 +132,16 @@ def mesh_view(
         stand: From `standings`.
         layout: The mesh.
         now: The time of the picture, in seconds since 1970.
-        usual: Seconds of a step: ten of them, and ten seconds, of silence of all ranks
-            are taken for a hang.
-        hangs: True where it is known that the job hung or failed.
+        usual: Seconds per step: silence of all ranks for ten steps plus ten seconds
+            counts as a hang.
+        hangs: True if it is known that the job hung or failed.
         suspects: Ranks that the supervisor suspects.
 
     Returns:
-        ``points`` with coordinates, rank and index of its state in ``states``, which
-        begin with the one that is most behind; ``silent`` ranks; ``edges`` from a place
-        that waits to the place that it waits for, with the axis that joins them;
-        ``text`` that says it in words.
+        ``points`` with coordinates, rank and index of its state in ``states``, the most
+        behind first; ``silent`` ranks; ``edges`` from a waiting position to the one
+        that it waits for, with the axis that joins them; ``text``, a description in
+        words.
     """
     quiet = now - max((s.time for s in stand.values()), default=now)
     hangs = hangs or quiet > max(_LEAST_SILENCE, _STEPS_SILENCE * usual)
@@ -208,10 +208,10 @@ def _position(layout: MeshLayout, place: int) -> list[int]:
 
 
 def _silent(stand: Mapping[int, Standing], suspects: Collection[int]) -> list[int]:
-    """Who holds up the others: fails, says nothing, or is behind all others."""
+    """The ranks that hold up the others: failed, silent, or behind all others."""
     if failed := [n for n, s in stand.items() if s.error]:
         first = min(stand[n].time for n in failed)
-        # Of a death the others hear within milliseconds, and fail as well.
+        # Within milliseconds of a death the others fail as well.
         behind = [n for n in failed if stand[n].time <= first + 0.05]
     else:
         least = min((s.place for s in stand.values()), default=(0, 0))
@@ -224,9 +224,9 @@ def _silent(stand: Mapping[int, Standing], suspects: Collection[int]) -> list[in
 def _edges(
     layout: MeshLayout, silent: Collection[int], waiting: Collection[int]
 ) -> list[list[Any]]:
-    """Who waits for whom by the shortest ways, those that wait directly first.
+    """Who waits for whom by the shortest paths, direct waits first.
 
-    An edge is the two places, the axis and whether the end of it is a silent rank.
+    An edge has two positions, the axis, and whether its end is a silent rank.
     """
     reached, edges = {*silent}, []
     front = [place for place, rank in enumerate(layout.ranks) if rank in reached]

@@ -1,7 +1,7 @@
-"""One HTML page of a run: the data as JSON in it, and a script that draws them.
+"""The HTML page of a run: its data as JSON, and a script that draws them.
 
 The page needs no network: plotly's script is inside. The same script draws a live page,
-whose data `jaxscale.observability.live` serves anew while files grow.
+whose data `jaxscale.observability.live` serves while files grow.
 """
 
 import html
@@ -43,16 +43,16 @@ _TEMPLATE, _SCRIPT = (
 
 
 def page_data(run: Run, *, now: float | None = None) -> dict[str, Any]:
-    """What the page shows, as JSON can hold it; NaN is None.
+    """The data of the page, as JSON values; NaN is None.
 
     Args:
         run: The result of `read_run`.
-        now: The time of the page, in seconds since 1970; None is the present.
+        now: The time of the page, in seconds since 1970; None is the current time.
     """
     now = time.time() if now is None else now
     layout = find_layout(run)
     views = moments(run, layout, now)
-    # A run that goes on is idle at present; one that broke off long ago is over.
+    # A running run is idle now; one that broke off long ago is over.
     until = now if now - run.end < _RECENT_SECONDS else None
     parts = goodput(run, until=until)
     faults = fault_rows(run)
@@ -86,7 +86,7 @@ def write_page(run: Run | str | Path, path: str | Path) -> Path:
 
     Args:
         run: The result of `read_run`, or the output directory of a run.
-        path: The HTML file; its folder is made.
+        path: The HTML file; its directory is created.
 
     Raises:
         FileNotFoundError: the directory has no events.
@@ -124,7 +124,7 @@ def page(data: Mapping[str, Any], *, live: bool = False) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that may stand in a script element: it has no ``<``."""
+    """JSON that is safe in a script element: it has no ``<``."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028")
 
@@ -159,7 +159,7 @@ def _facts(run: Run, layout: MeshLayout, productive: float) -> dict[str, str]:
 
 
 def _sound(data: Any) -> Any:
-    """`data` without numbers that JSON cannot hold."""
+    """`data` without numbers that JSON cannot express."""
     if isinstance(data, dict):
         return {str(key): _sound(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

@@ -1,7 +1,7 @@
-"""The output directory of a run as data: steps as columns, all other events as objects.
+"""The output directory of a run as data: steps as columns, other events as objects.
 
-Files may be those of a run that goes on, or of one that was killed in the middle of a
-line: what is damaged is counted and left out. R ranks, N steps.
+The run may still be running, or may have been killed in the middle of a line: damaged
+lines are counted and skipped. R ranks, N steps.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from jaxscale.supervision import phases
 
 
 _COLUMNS = {name.encode(): i for i, name in enumerate((*phases.STEP, phases.DONE))}
-# Nearly all lines are those of steps: at 512 ranks and 10,000 steps 20 million. A
-# pattern takes them apart five times faster than a reader of JSON.
+# Nearly all lines are steps: 20 million for 512 ranks and 10,000 steps. A regular
+# expression parses them five times faster than a JSON parser.
 _STEP_LINE = re.compile(
     rb'\{"t0": (\d+(?:\.\d+)?), "t1": (\d+(?:\.\d+)?), '
     rb'"cycle": (\d{1,9}), "step": (\d{1,9}), '
@@ -27,7 +27,7 @@ _STEP_LINE = re.compile(
     rb'"args": \{(?:"loss": (-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|null))?\}\}\r?\n'
 )
 _GROUPS = 6
-_REMEMBERED = 256  # bytes, by which a file is known again
+_REMEMBERED = 256  # bytes, by which a file is recognized
 _COLUMN_NAMES = ("begin", "fetched", "dispatched", "done")
 
 
@@ -38,7 +38,7 @@ class Event:
     t0: float
     """When it began, in seconds since 1970."""
     t1: float
-    """When it had happened."""
+    """When it ended."""
     cycle: int
     """Starts of the job until then; 0 without a supervisor."""
     step: int
@@ -46,16 +46,16 @@ class Event:
     kind: str
     """host, device, compile, memory or fault."""
     name: str
-    """What has happened."""
+    """Name of the event."""
     args: dict[str, Any]
-    """More of it."""
+    """Arguments of the event."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Steps:
-    """The steps that a rank has begun, in their order; NaN is what did not happen.
+    """The steps that a rank has begun, in order; NaN for what did not happen.
 
-    A step that was computed again after a restart is there twice.
+    A step that was recomputed after a restart appears twice.
     """
 
     cycle: np.ndarray
@@ -67,11 +67,11 @@ class Steps:
     fetched: np.ndarray
     """[N] When it had the batch."""
     dispatched: np.ndarray
-    """[N] When it had handed the step to the device."""
+    """[N] When it had dispatched the step."""
     done: np.ndarray
     """[N] When the device had finished it."""
     loss: np.ndarray
-    """[N] The loss; NaN too where it was not finite."""
+    """[N] The loss; also NaN if it was not finite."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -79,7 +79,7 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What a process has written."""
+    """The records of one process."""
 
     number: int
     """Number of the process."""
@@ -88,7 +88,7 @@ class Rank:
     events: tuple[Event, ...]
     """All other events, in their order."""
     place: tuple[int, str]
-    """Step and name of its newest event, but for `done` and measurements; 0 and ""
+    """Step and name of its newest event, except `done` and measurements; 0 and ""
     before there is one."""
     first: float
     """Time of the first event."""
@@ -100,7 +100,7 @@ class Rank:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepGrid:
-    """Times of all ranks, step by step; of a step computed twice those of its end.
+    """Times of all ranks, step by step; for a recomputed step the last ones.
 
     Clocks of hosts differ: compare times of one rank, or differences of them.
     """
@@ -121,7 +121,7 @@ class StepGrid:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is known of a run."""
+    """The data of a run."""
 
     directory: Path
     """Its output directory."""
@@ -130,7 +130,7 @@ class Run:
     driver: tuple[Event, ...]
     """Events of the supervisor; none without one."""
     metrics: tuple[dict[str, Any], ...]
-    """Lines of ``metrics.jsonl``; None is what was not finite."""
+    """Records of ``metrics.jsonl``; None for values that were not finite."""
     damaged: int
     """Lines of all files that could not be read."""
 
@@ -147,7 +147,7 @@ class Run:
 
     @functools.cached_property
     def grid(self) -> StepGrid:
-        """The steps of all ranks beside each other."""
+        """The steps of all ranks, aligned."""
         return _grid([rank.steps for rank in self.ranks])
 
 
@@ -155,8 +155,8 @@ def read_run(directory: str | Path) -> Run:
     """Read the files in the output directory of a run.
 
     Args:
-        directory: It holds ``events-<rank>.jsonl``, and may hold ``metrics.jsonl`` and
-            ``supervisor/events-driver.jsonl``.
+        directory: Contains ``events-<rank>.jsonl``, and optionally ``metrics.jsonl``
+            and ``supervisor/events-driver.jsonl``.
 
     Raises:
         FileNotFoundError: there are no events.
@@ -175,7 +175,7 @@ def read_run(directory: str | Path) -> Run:
 
 
 class RunReader:
-    """Reads a run again and again: of each file only what has been added to it.
+    """Reads a run repeatedly: of each file only what was added to it.
 
     Example:
         >>> import tempfile
@@ -193,7 +193,7 @@ class RunReader:
         self._metrics = _Growing(_read_metrics, _joined)
 
     def read(self) -> Run:
-        """The run as it is now.
+        """The current state of the run.
 
         Raises:
             FileNotFoundError: there are no events.
@@ -227,7 +227,7 @@ class RunReader:
 
 
 class _Growing[T]:
-    """What is in a file to which lines are added."""
+    """The contents of a file that lines are appended to."""
 
     def __init__(self, parse: Callable[[bytes], T], join: Callable[[T, T], T]) -> None:
         self._parse, self._join = parse, join
@@ -238,7 +238,7 @@ class _Growing[T]:
         self._whole = self._parse(b"")
 
     def read(self, path: Path) -> T:
-        """All of it; a file that is not there is empty."""
+        """All of it; a missing file is empty."""
         try:
             with path.open("rb") as file:
                 new = self._added(file)
@@ -251,12 +251,12 @@ class _Growing[T]:
             self._first = self._first or new[:end][:_REMEMBERED]
             self._before = (self._before + new[:end])[-_REMEMBERED:]
             self._whole = self._join(self._whole, self._parse(new[:end]))
-        # A line that is not whole yet is read again.
+        # An incomplete line is read again.
         rest = new[end:]
         return self._join(self._whole, self._parse(rest)) if rest else self._whole
 
     def _added(self, file: BinaryIO) -> bytes:
-        """What has not been read; all of it where the file is another one now."""
+        """The unread part; all of it if the file was replaced."""
         same = file.read(len(self._first)) == self._first
         file.seek(self._offset - len(self._before))
         if not same or file.read(len(self._before)) != self._before:
@@ -278,7 +278,7 @@ class _Part:
     events: list[Event]
     damaged: int
     newest: int
-    """Lines of steps before the newest event that is a place; -1 without one."""
+    """Lines of steps before the newest event that is a phase; -1 without one."""
 
 
 def _part(text: bytes) -> _Part:
@@ -319,7 +319,7 @@ def _joined[T](a: tuple[list[T], int], b: tuple[list[T], int]) -> tuple[list[T],
 
 
 def _rank(number: int, part: _Part) -> Rank | None:
-    """What is known of a rank; None where there is nothing."""
+    """The data of a rank; None if there is none."""
     events = part.events
     if not len(part.t1) and not events:
         return None
@@ -340,11 +340,11 @@ def _rank(number: int, part: _Part) -> Rank | None:
 
 
 def _other_events(texts: Sequence[bytes]) -> tuple[list[Event], int, int]:
-    """What is between the lines of steps.
+    """The lines between those of steps.
 
     Returns:
-        The events, how many lines are damaged, and how many lines of steps come before
-        the newest event; -1 where there is none.
+        The events, the number of damaged lines, and the number of lines of steps before
+        the newest event; -1 if there is none.
     """
     events, damaged, newest = list[Event](), 0, -1
     for before, text in enumerate(texts):
@@ -358,7 +358,7 @@ def _other_events(texts: Sequence[bytes]) -> tuple[list[Event], int, int]:
 
 
 def _is_place(event: Event) -> bool:
-    """Whether a process is somewhere by this event; others are measurements."""
+    """Whether this event is a phase of the process; others are measurements."""
     return event.kind not in ("device", "memory") and event.name != phases.COMPILED
 
 
@@ -401,13 +401,13 @@ def _grid(ranks: Sequence[Steps]) -> StepGrid:
 
 
 def _read_events(text: bytes) -> tuple[list[Event], int]:
-    """The events of lines, and how many are damaged."""
+    """The events of lines, and the number of damaged ones."""
     events = [_event(line) for line in text.splitlines()]
     return [e for e in events if e is not None], events.count(None)
 
 
 def _event(line: bytes) -> Event | None:
-    """The event of a line; where one was cut off, of the line that follows it."""
+    """The event of a line; if it was truncated, of the line that follows it."""
     fields = _object(line) or _object(line[line.rfind(b'{"t0"') :])
     if fields is None or set(fields) != _FIELDS:
         return None

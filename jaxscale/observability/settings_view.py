@@ -1,4 +1,4 @@
-"""What a run is, by its ``run.json``, and how its rates went."""
+"""The settings of a run, from its ``run.json``, and its rates over time."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ from jaxscale.observability.step_view import thinned
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """The contents of ``run.json``; empty where there is none that can be read.
+    """The contents of ``run.json``; empty if it is missing or unreadable.
 
     Args:
         run: The result of `read_run`.
@@ -21,7 +21,7 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 
 def settings_facts(content: dict[str, Any]) -> dict[str, str]:
-    """The few settings that are asked for first, by name.
+    """The most important settings, by name.
 
     Args:
         content: From `settings_of`.
@@ -50,7 +50,7 @@ def settings_facts(content: dict[str, Any]) -> dict[str, str]:
 
 
 def settings_rows(content: dict[str, Any]) -> list[tuple[str, str]]:
-    """Every setting by its dotted name, which is that of its option.
+    """Every setting by its dotted name, as on the command line.
 
     Args:
         content: From `settings_of`.
@@ -72,7 +72,7 @@ def settings_rows(content: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def rates_view(run: Run) -> dict[str, Any]:
-    """The learning rate and the norm of the gradients, step by step.
+    """The learning rate and the gradient norm, step by step.
 
     Args:
         run: The result of `read_run`.

@@ -24,7 +24,7 @@ _LARGEST = 1e300
 def thinned(
     x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray
 ) -> tuple[list[float], list[float | None]]:
-    """At most 2,000 points of a line, with the lowest and the highest of each part.
+    """A line downsampled to 2,000 points, with the lowest and highest of each part.
 
     Example:
         >>> thinned([1, 2, 3], [0.5, float("nan"), 0.25])
@@ -43,7 +43,7 @@ def thinned(
 
 
 def loss_view(run: Run) -> dict[str, Any]:
-    """The loss of the steps that count, those computed again, and what happened."""
+    """The loss of the steps that count, recomputed steps, and events."""
     steps = run.ranks[0].steps
     # The last time that each step was computed counts.
     _, last = np.unique(steps.step[::-1], return_index=True)
@@ -94,7 +94,7 @@ def _bad_steps(run: Run) -> list[dict[str, Any]]:
 
 
 def heat_view(run: Run) -> dict[str, Any]:
-    """Seconds of each rank by step, the largest of a cell, and who is slow.
+    """Seconds of each rank by step, the maximum of each cell, and slow ranks.
 
     Clocks of hosts differ, so each number is a difference of times of one rank.
     """
@@ -135,7 +135,7 @@ def _layer(
 
 
 def _profiles(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Computing and waiting of the devices in the steps that were profiled."""
+    """Compute and waiting of the devices in profiled steps."""
     found = {}
     for name in ("computing", "waiting"):
         of_rank = [_measured(rank, phases.PROFILE, name) for rank in run.ranks]
@@ -146,7 +146,7 @@ def _profiles(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     if not found:
         return {}
     steps, waiting = found["waiting"]
-    # Who waits least in collectives has come to them last.
+    # The rank that waits least in collectives has arrived last.
     order = np.argsort(np.argsort(np.nan_to_num(waiting, nan=np.inf), 0), 0) + 1.0
     order[np.isnan(waiting)] = np.nan
     return {
@@ -157,7 +157,7 @@ def _profiles(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def _measured(rank: Rank, event: str, name: str) -> dict[int, float]:
-    """A measurement of a rank by step, of the same step the last."""
+    """A measurement of a rank by step; for a repeated step the last."""
     return {
         e.step: float(e.args[name])
         for e in rank.events
@@ -166,7 +166,7 @@ def _measured(rank: Rank, event: str, name: str) -> dict[int, float]:
 
 
 def slow_text(run: Run, layout: MeshLayout) -> str:
-    """Who is slow now, by what the ranks have measured of themselves."""
+    """The slow ranks, by the ranks' own measurements."""
     measured, samples = Measurements(), 0
     cycle = max((e.cycle for r in run.ranks for e in r.events[-1:]), default=0)
     for rank in run.ranks:
@@ -204,7 +204,7 @@ def slow_text(run: Run, layout: MeshLayout) -> str:
 
 
 def _last_of_each_step(grid: StepGrid) -> np.ndarray:
-    """Columns of the grid by step, of a step computed twice the last."""
+    """Columns of the grid by step; for a recomputed step the last."""
     order = np.lexsort((grid.cycle, grid.step))
     last = np.append(np.diff(grid.step[order]) > 0, True)[: len(order)]
     return order[last]
@@ -235,7 +235,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def memory_view(run: Run) -> dict[str, Any]:
-    """Bytes over steps, the least and the most of all ranks."""
+    """Bytes over steps, the minimum and maximum over all ranks."""
     found: dict[str, dict[int, dict[int, float]]] = {}
     for rank in run.ranks:
         for event in rank.events:
@@ -271,7 +271,7 @@ def _least_and_most(
 
 
 def compile_rows(run: Run) -> list[dict[str, Any]]:
-    """What the lowest rank has compiled: step, name and seconds."""
+    """Programs that the lowest rank has compiled: step, name and seconds."""
     rank, rows = run.ranks[0], list[dict[str, Any]]()
     for event in rank.events:
         if event.kind != "compile":

@@ -14,20 +14,20 @@ from jaxscale.supervision import phases
 
 
 def write_tensorboard(run: Run, directory: str | os.PathLike[str]) -> None:
-    """Write what the events of a run say, beside the metrics that `fit` writes.
+    """Write scalars from the events of a run, besides the metrics that `fit` writes.
 
-    ``step/seconds`` is the time of a step; ``computing`` and ``waiting``, where steps
-    were profiled, are the least, the median and the most of all ranks, with the rank
-    that computes longest; ``starved`` is how long the device of a rank had nothing to
-    do; ``goodput`` has the share of each part at the newest step; ``memory`` the
-    largest part of a device that was in use. Faults are texts.
+    ``step/seconds`` is the time of a step; ``computing`` and ``waiting``, for profiled
+    steps, are the minimum, median and maximum over all ranks, with the rank that
+    computes longest; ``starved`` is how long the device of a rank was idle; ``goodput``
+    has the fraction of each part at the newest step; ``memory`` the largest fraction of
+    a device's memory in use. Faults are texts.
 
     Args:
         run: The result of `read_run`.
         directory: An empty or new directory.
 
     Raises:
-        ValueError: the directory holds such a run already, which would be drawn double.
+        ValueError: the directory already has such a run, which would be drawn twice.
         ImportError: tensorboardX is not installed.
     """
     if list(Path(directory).glob("events.out.tfevents.*")):
@@ -55,7 +55,7 @@ def write_tensorboard(run: Run, directory: str | os.PathLike[str]) -> None:
 
 
 def _write_steps(run: Run, writer: Any) -> None:
-    """The time from one step's end to the next, of the lowest rank, without pauses."""
+    """The time between the ends of steps, of the lowest rank, without pauses."""
     steps = run.ranks[0].steps
     events = run.ranks[0].events
     pauses = np.array(sorted(e.t0 for e in events if e.name in phases.SPANS.values()))
@@ -69,7 +69,7 @@ def _write_steps(run: Run, writer: Any) -> None:
 
 
 def _write_measurements(run: Run, writer: Any) -> None:
-    """What ranks have measured of the same steps, in one curve for least and most."""
+    """Measurements of ranks at the same steps, as curves of minimum and maximum."""
     found: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     times: dict[int, float] = {}
     for rank in run.ranks:

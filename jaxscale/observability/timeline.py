@@ -1,8 +1,8 @@
-"""What the ranks did, along time: rows for the page, and a trace for Perfetto.
+"""The timeline of the ranks: rows for the page, and a trace for Perfetto.
 
-`chrome_trace` is in the format of ``chrome://tracing``, which https://ui.perfetto.dev
-opens: a process for each rank with a thread for its host and one for its devices, and
-under them the schedule of the pipeline, laid over the last step.
+`chrome_trace` writes the format of ``chrome://tracing``, which https://ui.perfetto.dev
+opens: a process per rank with a thread for its host and one for its devices, and below
+them the pipeline schedule, aligned with the last step.
 """
 
 import json
@@ -18,7 +18,7 @@ from jaxscale.supervision import phases
 
 
 SPANS = {phases.SAVED: "save", phases.EVALUATED: "evaluate"}
-"""Events that took time, and what that is called."""
+"""Events with a duration, and their labels."""
 _INSTANT = {*phases.STARTING, phases.COMPILE, phases.STOPPED, *phases.ENDING}
 _INSTANT -= {phases.LAYOUT}
 _STARTS = (phases.START, phases.LAYOUT, phases.RESTORE, phases.COMPILE)
@@ -32,8 +32,8 @@ def host_and_device(
 ) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
     """Parts of steps: thread, name, and when they begin and end, [N] each.
 
-    The device is taken to begin when a step is handed to it, or when it has finished
-    the one before.
+    The device is assumed to begin when a step is dispatched, or when it has finished
+    the previous one.
     """
     before = np.append(np.nan, steps.done[:-1])
     begin = np.fmax(steps.dispatched, before)
@@ -43,15 +43,15 @@ def host_and_device(
 
 
 def chrome_trace(run: Run, layout: MeshLayout, path: str | Path) -> tuple[int, int]:
-    """Write the trace; of a long run its last steps.
+    """Write the trace; for a long run only the last steps.
 
     Args:
         run: The result of `read_run`.
-        layout: Names the ranks, and the pipeline.
+        layout: Has the names of the ranks, and the pipeline.
         path: The JSON file.
 
     Returns:
-        The first step that is shown whole, and how many events were written.
+        The first complete step, and the number of events written.
     """
     steps = max(_MOST_EVENTS // (3 * len(run.ranks)), 1)
     count, first = 0, 0
@@ -108,7 +108,7 @@ def _rank_trace(rank: Rank, start: float, steps: int) -> Iterator[dict[str, Any]
 def _schedule_trace(
     run: Run, layout: MeshLayout, pid: int, start: float
 ) -> Iterator[dict[str, Any]]:
-    """The schedule as it is planned, as long as the last step took."""
+    """The planned schedule, scaled to the duration of the last step."""
     grid = run.grid
     known = np.flatnonzero(np.isfinite(grid.done).any(0))
     schedule = _schedule(layout)
@@ -141,7 +141,7 @@ def _schedule_trace(
 
 
 def schedule_drawing(layout: MeshLayout) -> str:
-    """The schedule of a pipeline as SVG; empty where there is none, or it is long."""
+    """The pipeline schedule as SVG; empty if there is none, or it is too long."""
     schedule = _schedule(layout)
     if schedule is None:
         return ""
@@ -174,7 +174,7 @@ def _names(pid: int, name: str, *threads: str) -> Iterator[dict[str, Any]]:
 def _slice(
     pid: int, tid: int, name: str, t0: float, t1: float, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """A slice of time, in seconds from the beginning of the run."""
+    """A slice of time, in seconds from the start of the run."""
     span = {"ts": round(t0 * 1e6, 1), "dur": round((t1 - t0) * 1e6, 1)}
     return {"ph": "X", "pid": pid, "tid": tid, "name": name, **span, "args": about}
 
@@ -192,12 +192,12 @@ def timeline(
 
     Args:
         run: The result of `read_run`.
-        layout: Names the ranks.
-        chosen: Ranks that are shown in any case, as long as there is room.
+        layout: Has the names of the ranks.
+        chosen: Ranks to show in any case, as long as there is room.
 
     Returns:
         ``rows`` names; ``segments`` by kind, each a list of row, thread (0 the host, 1
-        the device), begin, end and step; times in seconds from the run's begin.
+        the device), begin, end and step; times in seconds from the start of the run.
     """
     rows = _rows(run, chosen)
     steps = max(_MOST_SEGMENTS // (3 * len(rows)), _FEWEST_STEPS)
@@ -232,11 +232,11 @@ def timeline(
     }
 
 
-_WINDOW = 12  # steps that are in sight at first
+_WINDOW = 12  # steps in the initial view
 
 
 def _recent(steps: Steps, count: int) -> np.ndarray:
-    """When the last steps began, as many as follow each other."""
+    """The start of the last consecutive steps."""
     breaks = np.flatnonzero((np.diff(steps.step) != 1) | (np.diff(steps.cycle) != 0))
     first = max(len(steps) - count, int(breaks[-1]) + 1 if len(breaks) else 0)
     return steps.begin[first:]

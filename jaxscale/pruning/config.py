@@ -19,7 +19,7 @@ PATTERNS: dict[str, str] = {
     "tw": "whole columns, then pieces of rows in tiles of the kept columns",
     "tew": "as tw, and a few single weights besides",
 }
-"""Each pattern and what it keeps or prunes as a unit."""
+"""Each pattern, and the unit that it keeps or prunes as a whole."""
 
 TILE_WISE = ("tw_k", "tw", "tew")
 """Patterns whose masks `jaxscale.pruning.sparsify` turns into sparse layers."""
@@ -39,7 +39,7 @@ class PruneConfig:
     """
 
     sparsity: float = 0.75
-    """Share of the weights of the chosen layers that is pruned, 0 to below 1."""
+    """Fraction of the chosen layers' weights to prune, at least 0 and below 1."""
     pattern: Pattern = "tw"
     """Sparsity pattern: ew (single weights), vw (vectors along K), bw (blocks), 2:4,
     tw_k (tile-wise, rows only), tw (tile-wise, columns then rows), tew (tw and
@@ -53,28 +53,27 @@ class PruneConfig:
     vector: int = 16
     """Length of the vectors of vw."""
     single_fraction: float = 0.02
-    """Share of the weights that tew keeps as single ones, out of what it keeps."""
+    """Fraction of its kept weights that tew keeps as single weights."""
     scope: Literal["global", "layer"] = "global"
-    """Rank the units of all chosen layers together, or give every layer the same
-    sparsity, which scores want that do not compare across layers (wanda)."""
+    """Rank the units of all chosen layers together (global), or give every layer the
+    same sparsity (layer), for scores that do not compare across layers (wanda)."""
     apriori: float = 0.0
-    """Exponent of the a-priori bias in the ranking of tiles: the score of a unit is
-    multiplied by the share of it that ew would keep, to this power."""
+    """Exponent of the a-priori bias in the ranking of tiles: a unit's score is
+    multiplied by the fraction of it that ew would keep, to this power."""
     equal_work: bool = False
-    """All tiles of a layer keep equally many rows, and so do all shards: a kernel then
-    waits for no tile, at some cost in accuracy."""
+    """Keep equally many rows in all tiles of a layer, and in all shards: balanced work
+    for the kernels, at some cost in accuracy."""
     shards: int = 1
     """Tensor-parallel shards that the tiles must fit into and that equal_work
     balances."""
     hidden_together: bool = True
-    """Joint choice with tw: the gate and up projections of a feed-forward network keep
-    the same columns, and its down projection only rows of these:
-    `jaxscale.pruning.sparsify` then leaves the other hidden features out altogether.
-    Ranked over all layers only: ``scope="layer"`` leaves every layer its own choice."""
+    """With tw, choose hidden features jointly: the gate and up projections of a
+    feed-forward network keep the same columns, and its down projection only rows of
+    these, so that `jaxscale.pruning.sparsify` removes the other hidden features. Only
+    with ``scope="global"``."""
     dense: tuple[str, ...] = ()
-    """Layers to leave dense: names as in `blocks.mlp.up`, `blocks.mlp.up.0` for the
-    first of a stack, or patterns with * in them. Heads and embeddings
-    always are."""
+    """Layers to leave dense: names such as `blocks.mlp.up`, `blocks.mlp.up.0` for the
+    first of a stack, or patterns with *. Heads and embeddings are always dense."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.sparsity, Real) or not 0 <= self.sparsity < 1:
@@ -116,7 +115,7 @@ class PruneConfig:
 
     @property
     def tiled(self) -> bool:
-        """True where the pattern has tiles of columns."""
+        """True if the pattern has tiles of columns."""
         return self.pattern in TILE_WISE
 
 
@@ -130,11 +129,11 @@ def pruned_units(total: int, sparsity: float) -> int:
 
     Args:
         total: How many units there are.
-        sparsity: The share to prune, between 0 and 1.
+        sparsity: The fraction to prune, between 0 and 1.
 
     Example:
         >>> pruned_units(10, 0.75), pruned_units(1000, 0.9)
         (8, 900)
     """
-    # 0.29 * 100 is a little less than 29: what is missing by rounding is given back.
+    # 0.29 * 100 is a little less than 29: undo the rounding error.
     return math.floor(round(total * sparsity, 6) + 0.5)

@@ -1,4 +1,4 @@
-"""Conversion of a pruned model to one that computes only what was kept.
+"""Conversion of a pruned model to sparse layers, which compute only kept weights.
 
 Legend: K input features, N output features, F hidden features of a feed-forward
 network, C packed columns, L layers, S shards.
@@ -34,11 +34,12 @@ from pallas_kernels.tile_sparse_matmul import TileSparse, cover, group_columns
 
 
 DENSE_ABOVE = 0.75
-"""Share of its weights from which on a layer is taken to be faster dense.
+"""Fraction of kept weights above which a layer is expected to be faster dense.
 
-An estimate for an H200, of 4096 x 4096 and 2,048 tokens: the kernel alone needs as long
-as the dense product where some 90% are kept, and a layer moves its input and its output
-once more, each for about 0.09 of that time by the bytes. No stored row measures it.
+An estimate for an H200, of 4096 x 4096 and 2,048 tokens: the kernel alone takes as long
+as the dense matmul if some 90% are kept, and a layer copies its input and its output
+once more, each for about 0.09 of that time by the bytes. No stored benchmark measures
+it.
 """
 
 
@@ -53,47 +54,45 @@ def sparsify(
 ) -> Any:
     """A copy of `model` whose pruned layers store and compute only what is kept.
 
-    All layers of a stack, and all tensor-parallel shards, get arrays of equal shape:
-    room for the fullest tile of any of them, and as many tiles as the one with the
-    most, so masks made with ``equal_work`` waste none. `separate` makes single blocks
-    of a stack first: each then has only what it needs, and is compiled by itself, as
-    those of a model that is served. The result generates, trains (the pattern stays)
-    and is saved like any model; place it on a mesh by `jaxscale.sharding.place`.
-    ``config.shards`` of the masks must be divisible by the size of the mesh axis
-    ``tensor`` to be split over it.
+    All layers of a stack, and all tensor-parallel shards, get arrays of equal shape,
+    with room for the fullest tile and the largest number of tiles of any of them; masks
+    made with ``equal_work`` waste none. `separate` unstacks the blocks first: each then
+    has only the size that it needs, and is compiled separately, as in a served model.
+    The result generates, trains (the pattern stays) and is saved like any model; place
+    it on a mesh by `jaxscale.sharding.place`. ``config.shards`` of the masks must be
+    divisible by the size of the mesh axis ``tensor`` to be split over it.
 
-    Hidden features of feed-forward networks whose columns are pruned are left out,
-    where that changes nothing (``hidden_together`` of `PruneConfig` sees to it): gate
-    and up give fewer features, and the row indices of down count only these.
+    Hidden features of feed-forward networks whose columns are pruned are removed, if
+    that does not change the result (as with ``hidden_together`` of `PruneConfig`): gate
+    and up have fewer outputs, and the row indices of down count only these.
 
     Layers that keep more than `dense_above` of their weights stay dense, with zeros
     where they are pruned: `dense_layers` says which.
 
-    Single weights of pattern ``tew`` become rows of tiles, in which what is pruned is
-    zero and stays zero in training. Columns that keep weights in the same rows share
-    tiles (`group_columns`): so few rows are added, but for the place of the columns,
-    which is theirs no more unless that would gain little.
+    Single weights of pattern ``tew`` become rows of tiles, in which pruned weights are
+    zero and stay zero in training. Columns that keep weights in the same rows share
+    tiles (`group_columns`), so that few rows are added; columns are reordered for this,
+    unless it gains little.
 
-    The communication of a sparse layer is XLA's, also in a model with
-    ``tensor_parallel="fused"``: the kernels that hide it multiply by dense weights.
+    Sparse layers communicate by XLA collectives, also in a model with
+    ``tensor_parallel="fused"``, whose kernels take dense weights.
 
     Args:
-        model: The dense model; its weights may but need not be masked.
+        model: The dense model; its weights may be masked already.
         masks: Tile-wise masks (patterns ``tw_k``, ``tw`` and ``tew``).
-        drop_hidden: Leave pruned hidden features out.
-        dense_above: Share of its weights, 0 to 1, above which a layer stays dense; 1
-            leaves none.
-        separate: Every block of a stack has shapes of its own; the result is not
-            scanned.
-        implementation: Passed to `tile_sparse_matmul`.
+        drop_hidden: Remove pruned hidden features.
+        dense_above: Fraction of kept weights, 0 to 1, above which a layer stays dense;
+            1 keeps none dense.
+        separate: Give every block of a stack its own shapes; the result is not scanned.
+        implementation: Implementation of `tile_sparse_matmul`; None picks one.
 
     Returns:
-        A model in which `jaxscale.nn.TileSparseLinear` stand for the pruned layers.
-        Other arrays are shared with `model`, those of layers that stay dense apart.
+        A model with `jaxscale.nn.TileSparseLinear` in place of the pruned layers. Other
+        arrays are shared with `model`, except those of layers that stay dense.
 
     Raises:
-        ValueError: the pattern is not tile-wise, the masks do not fit the model, it
-            multiplies in fp8, or it is sparse already.
+        ValueError: the pattern is not tile-wise, the masks do not fit the model, or it
+            has fp8 matmuls or sparse layers.
 
     Example:
         >>> from flax import nnx
@@ -149,17 +148,17 @@ def dense_layers(
 ) -> list[str]:
     """The names of pruned layers that `sparsify` leaves dense.
 
-    Those of which more than `dense_above` is kept, rows of tiles for single weights
-    included. A stack is one layer, and so is a feed-forward network, whose layers hand
-    each other what is left of the hidden features.
+    These are layers of which more than `dense_above` is kept, including rows of tiles
+    for single weights. A stack counts as one layer, and so does a feed-forward network,
+    whose layers share the remaining hidden features.
 
     Args:
         model: The dense model.
         masks: Its masks.
-        dense_above: Share of the weights, 0 to 1.
+        dense_above: Fraction of kept weights, 0 to 1.
 
     Raises:
-        ValueError: `dense_above` is no share.
+        ValueError: `dense_above` is not between 0 and 1.
 
     Example:
         >>> from flax import nnx
@@ -194,7 +193,7 @@ def _dense_layers(
 
 
 def _cut_layers(model: Any, masks: Masks, drop_hidden: bool) -> "dict[str, _Cut]":
-    """What is kept of each layer, those after others whose features they take."""
+    """The kept weights of each layer, producers of features first."""
     layers, weights = linears(model), kernels(model, masks)
     kept = {name: matrices(masks.kept[name]) for name in masks}  # [L, K, N]
     together: dict[str, tuple[str, ...]] = {}
@@ -224,7 +223,7 @@ def _cut_layers(model: Any, masks: Masks, drop_hidden: bool) -> "dict[str, _Cut]
 def _hidden(
     network: FeedForward, layers: Mapping[str, Linear], masks: Masks
 ) -> Bool[np.ndarray, "L F"] | None:
-    """The hidden features to keep; None where leaving others out changes anything."""
+    """The hidden features to keep; None if removing the others changes the result."""
     config = masks.config
     names = (*network.inputs, network.down)
     whole = config.pattern == "tew" or (
@@ -241,7 +240,7 @@ def _hidden(
                 tiles = hidden[shard][kept[shard]].reshape(-1, config.tile)  # [T, G]
                 if (tiles.any(1) != tiles.all(1)).any():
                     return None  # a tile would lose some of its columns
-    # A hidden feature without weights is zero, or what its bias makes of it.
+    # A hidden feature without weights is zero, or the activation of its bias.
     biased = any(layers[name].bias is not None for name in network.inputs)
     if biased and (matrices(masks.kept[network.down]).any(axis=2) & ~alive).any():
         return None
@@ -250,15 +249,15 @@ def _hidden(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """The shards of the layers of a stack, layer by layer, with what they keep."""
+    """The shards of the layers of a stack, layer by layer, with their kept weights."""
 
     split: Literal["rows", "columns"] | None
-    """What the shards divide."""
+    """The dimension that the shards split."""
     parts: "list[_Part]"
     drop: bool
-    """Outputs without columns are left out."""
+    """Outputs without columns are removed."""
     feeder: str | None
-    """The layer that gives the inputs, where it leaves some out."""
+    """The layer that produces the inputs, if it removes some."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,9 +267,9 @@ class _Packed:
     split: Literal["rows", "columns"] | None
     weights: list[TileSparse]
     zeros_stay: bool
-    """Tiles keep rows of which parts are pruned."""
+    """Tiles keep rows with pruned parts."""
     columns: list[jax.Array] | None
-    """The hidden feature that each output is, where others are left out."""
+    """The hidden feature of each output, if others are removed."""
 
     def linear(self, layer: Linear, implementation: str | None) -> TileSparseLinear:
         """The sparse form of a layer."""
@@ -301,7 +300,7 @@ class _Packed:
         return weight.with_values(weight.values.astype(dtype))
 
     def packed_bias(self, bias: jax.Array) -> jax.Array:
-        """The bias of the outputs that are left, [..., S C]."""
+        """The bias of the remaining outputs, [..., S C]."""
         assert self.columns is not None
         columns = jnp.stack(self.columns)  # [L S, C]
         leading = bias.shape[:-1]
@@ -320,10 +319,10 @@ class _Part:
     weight: Float[np.ndarray, "K N"]
     kept: Bool[np.ndarray, "K N"]
     columns: Int[np.ndarray, " C"] | None
-    """The columns of the tiles; kept rows of a tile are as many in all shards."""
+    """The columns of the tiles; each tile keeps equally many rows in all shards."""
 
     def covered(self, tile: int) -> Bool[np.ndarray, "K N"]:
-        """What tiles keep: whole rows."""
+        """The rows that tiles keep, whole."""
         return cover(self.kept, tile, self.columns)
 
 
@@ -334,14 +333,14 @@ def _parts(
     shared: Sequence[Bool[np.ndarray, "L K N"]],
     config: PruneConfig,
 ) -> tuple[Literal["rows", "columns"] | None, list[_Part]]:
-    """Return what the shards divide, and the shards of each layer of a stack.
+    """Return the dimension that shards split, and the shards of each layer of a stack.
 
     Args:
         layer: The dense layer.
         weight: Its kernel.
-        kept: What is kept of it.
-        shared: What is kept of layers that are to have the same columns, in one order;
-            none if it has columns of its own.
+        kept: Its mask of kept weights.
+        shared: Masks of layers that must keep the same columns in the same order; empty
+            if there are none.
         config: Pattern, tile and shards.
     """
     by_rows, by_columns = layer_shards(layer, config.shards)
@@ -370,7 +369,7 @@ def _parts(
 def _columns(
     kept: Bool[np.ndarray, "K N"], config: PruneConfig
 ) -> Int[np.ndarray, " C"] | None:
-    """The columns that the tiles of a mask take, whole tiles; None is all, in order."""
+    """The columns of a mask's tiles, in whole tiles; None is all, in order."""
     if config.pattern == "tew":
         columns = group_columns(kept, config.tile)
         extra = -len(columns) % config.tile
@@ -383,12 +382,12 @@ def _columns(
 
 
 _PLACING = 0.09
-"""What it takes to put columns in their places, of the dense product: measured on an
+"""Time to put columns in their places, relative to the dense matmul: measured on an
 H200 with 4,096 inputs and outputs and 2,048 tokens."""
 
 
 def _in_order(parts: list[_Part], tile: int) -> list[_Part]:
-    """The parts with all columns in order, where grouping these gains too little."""
+    """The parts with all columns in order, if grouping them gains too little."""
     plain = [dataclasses.replace(part, columns=None) for part in parts]
     rows = [sum(int(p.covered(tile).sum()) for p in each) for each in (plain, parts)]
     size = sum(part.kept.size for part in parts)
@@ -396,19 +395,19 @@ def _in_order(parts: list[_Part], tile: int) -> list[_Part]:
 
 
 def _pack(cut: _Cut, config: PruneConfig, feeder: _Packed | None) -> _Packed:
-    """Packs shards.
+    """Pack shards.
 
     Args:
-        cut: What is kept of the layer.
+        cut: The kept weights of the layer.
         config: Pattern and tile.
-        feeder: The layer that gives the inputs, where it leaves some out.
+        feeder: The layer that produces the inputs, if it removes some.
     """
     parts = cut.parts
     covered = [part.covered(config.tile) for part in parts]
     zeros_stay = any(
         (mask != part.kept).any() for mask, part in zip(covered, parts, strict=True)
     )
-    # A row that is there for a single weight has no neighbours.
+    # A row kept for a single weight has no neighbors.
     granularity: Any = 1 if zeros_stay else config.k_granularity
     weights = [
         TileSparse.from_dense(
@@ -437,7 +436,7 @@ def _pack(cut: _Cut, config: PruneConfig, feeder: _Packed | None) -> _Packed:
 
 
 def _with_tiles(w: TileSparse, tiles: int) -> TileSparse:
-    """The weight with tiles that keep nothing behind its own."""
+    """The weight padded with empty tiles."""
     extra = tiles - w.tiles
     if not extra:
         return w

@@ -1,4 +1,4 @@
-"""The prunable layers of a model by name, and modules put in place of others.
+"""The prunable layers of a model by name, and replacement of modules.
 
 A stack of layers is one weight [L, K, N]: ``blocks.mlp.up``; ``blocks.mlp.up.0`` is
 its first layer.
@@ -25,8 +25,8 @@ from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 def linears(model: Any) -> dict[str, Linear]:
     """The linear layers that can be pruned, by name, in the order of their names.
 
-    Those of blocks, that is: projections onto the vocabulary or labels and of small
-    embeddings are not among them.
+    These are the layers of blocks, without output projections and those of small
+    embeddings.
 
     Example:
         >>> from jaxscale.models import Decoder, preset
@@ -48,7 +48,7 @@ class FeedForward:
     inputs: tuple[str, ...]
     """Gate, if there is one, and up."""
     down: str
-    """Back from the hidden features."""
+    """The down projection."""
 
 
 def feed_forwards(model: Any) -> list[FeedForward]:
@@ -74,9 +74,9 @@ def feed_forwards(model: Any) -> list[FeedForward]:
 
 
 def choose(model: Any, dense: Sequence[str] = ()) -> dict[str, list[int]]:
-    """The layers to prune: the name of each weight and the places in its stack.
+    """The layers to prune: the name of each weight and the indices in its stack.
 
-    A weight that is no stack has the only place 0.
+    A weight that is not stacked has the single index 0.
 
     Args:
         model: The model.
@@ -117,7 +117,7 @@ def choose(model: Any, dense: Sequence[str] = ()) -> dict[str, list[int]]:
 
 
 def check_dense(model: Any) -> None:
-    """Raise where a layer of the model is sparse already."""
+    """Raise if a layer of the model is sparse already."""
     for path, node in nnx.iter_modules(model):
         if isinstance(node, TileSparseLinear):
             raise ValueError(
@@ -127,7 +127,7 @@ def check_dense(model: Any) -> None:
 
 
 def layer_names(name: str, shape: Sequence[int]) -> list[str]:
-    """The name of each layer of a weight: its own, or one for each of a stack."""
+    """The name of each layer of a weight: its own, or one per layer of a stack."""
     return [name] if len(shape) == 2 else [f"{name}.{i}" for i in range(shape[0])]
 
 
@@ -137,10 +137,10 @@ def matrices(weight: np.ndarray) -> np.ndarray:
 
 
 def kernels(model: Any, names: Iterable[str]) -> dict[str, Float[np.ndarray, "..."]]:
-    """The kernels of layers, whole and in fp32, on the host.
+    """The kernels of layers, unsharded and in fp32, on the host.
 
     Raises:
-        ValueError: a kernel lies on devices of other processes.
+        ValueError: a kernel is on devices of other processes.
     """
     layers = linears(model)
     arrays = {}
@@ -158,10 +158,10 @@ def kernels(model: Any, names: Iterable[str]) -> dict[str, Float[np.ndarray, "..
 def replace_linears(
     model: Any, replacements: Mapping[str, Callable[[Linear], nnx.Module]]
 ) -> Any:
-    """A copy of `model`, which shares its arrays, with other modules at some places.
+    """A copy of `model`, which shares its arrays, with some modules replaced.
 
     Args:
-        model: The model, which is left as it is.
+        model: The model, which is not changed.
         replacements: The new module for the layer of each name.
     """
     copy = jax.tree.map(lambda x: x, model)

@@ -34,12 +34,12 @@ type Scores = Mapping[str, Float[np.ndarray, "..."]]
 
 _VERSION = "2"
 _WITHOUT_DIGEST = "1"
-"""The version before, whose files are read unchecked."""
+"""The previous version, whose files have no digest to check."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Masks:
-    """The masks of all chosen layers: what each of them keeps.
+    """The masks of all chosen layers.
 
     Example:
         >>> from jaxscale.models import Decoder, preset
@@ -57,9 +57,9 @@ class Masks:
     """The mask of each layer by name, [K, N] or [L, K, N]: true where a weight is kept.
     Layers of a stack that stay dense keep everything."""
     tiled: Mapping[str, Bool[np.ndarray, "..."]]
-    """The part of it in tiles: all but the single weights of ``tew``."""
+    """The part of each mask in tiles: all but the single weights of ``tew``."""
     chosen: Mapping[str, list[int]]
-    """The places in each stack that were pruned."""
+    """The indices in each stack that were pruned."""
 
     def __getitem__(self, name: str) -> Bool[np.ndarray, "..."]:
         return self.kept[name]
@@ -68,7 +68,7 @@ class Masks:
         return iter(self.kept)
 
     def of(self, names: Collection[str]) -> "Masks":
-        """Those of some of the layers."""
+        """The masks of some of the layers."""
 
         def some[T](table: Mapping[str, T]) -> dict[str, T]:
             return {name: x for name, x in table.items() if name in names}
@@ -82,7 +82,7 @@ class Masks:
 
     @property
     def sparsity(self) -> float:
-        """The share of the weights of the chosen layers that is pruned."""
+        """The fraction of the chosen layers' weights that is pruned."""
         parts = [
             matrices(self.kept[name])[i]
             for name, places in self.chosen.items()
@@ -91,7 +91,7 @@ class Masks:
         return 1 - sum(int(p.sum()) for p in parts) / sum(p.size for p in parts)
 
     def separated(self) -> "Masks":
-        """Those of the model whose stack of blocks is taken apart.
+        """The masks of the unstacked model.
 
         Of a stack ``blocks.mlp.up`` the mask of the first layer is that of
         ``blocks.0.mlp.up``. Layers that were not chosen are left out.
@@ -108,7 +108,7 @@ class Masks:
         return dataclasses.replace(self, kept=kept, tiled=tiled, chosen=chosen)
 
     def save(self, path: str | Path) -> None:
-        """Write them into a safetensors file, eight weights a byte."""
+        """Write the masks into a safetensors file, one bit per weight."""
         tensors, shapes = {}, {}
         for name, kept in self.kept.items():
             tensors[f"{name}.kept"] = np.packbits(kept)
@@ -130,10 +130,10 @@ class Masks:
 
     @classmethod
     def load(cls, path: str | Path) -> "Masks":
-        """Read what `save` wrote.
+        """Read masks that `save` wrote.
 
         Raises:
-            ValueError: the file is none of ours, of another version, or damaged; one of
+            ValueError: the file is not a file of masks, of another version, or damaged;
                 a version without a digest is read unchecked.
         """
         try:
@@ -186,7 +186,7 @@ class Masks:
 
 
 def _digest(header: Mapping[str, str], bits: Mapping[str, np.ndarray]) -> str:
-    """A digest of all that a file of masks says."""
+    """A digest of the contents of a file of masks."""
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(bits):
         digest.update(f"{name} {bits[name].dtype} {bits[name].shape}".encode())
@@ -207,7 +207,7 @@ def make_model_masks(
         model: Any model of `jaxscale.nn.Linear` layers.
         scores: Importance of each weight, as `magnitude_scores` gives it.
         config: Pattern, sparsity, layers.
-        previous: Masks of an earlier stage: what they pruned stays pruned.
+        previous: Masks of an earlier stage; weights that they pruned stay pruned.
 
     Raises:
         ValueError: a name in ``config.dense`` is unknown, the model is sparse already,
@@ -268,7 +268,7 @@ def _related(model: Any) -> dict[str, tuple[str | None, str | None]]:
 
 
 def check_layers(model: Any, config: PruneConfig) -> None:
-    """Raise what `make_model_masks` would, before scores are made.
+    """Raise the errors of `make_model_masks`, before scores are made.
 
     Args:
         model: An NNX module.
@@ -337,7 +337,7 @@ def apply_masks(model: Any, masks: Masks) -> Any:
 
 
 def check_masks(model: Any, masks: Masks) -> None:
-    """Raise where masks do not fit a model.
+    """Raise if masks do not fit a model.
 
     Raises:
         ValueError: as `apply_masks`.
@@ -380,7 +380,7 @@ def _of_layer(
 
 
 def layer_shards(layer: Linear, number: int) -> tuple[int, int]:
-    """Return by how many shards rows and columns of a layer are split, of `number`."""
+    """Return into how many of `number` shards rows and columns of a layer are split."""
     row, column = (
         number if axis is not None and "tensor" in layer.rules.mesh_axes([axis]) else 1
         for axis in layer.kernel_axes

@@ -1,6 +1,6 @@
 """Exact selection of the best units of several arrays.
 
-All of this is numpy on the host: masks are made seldom, and must be reproducible.
+All of this is numpy on the host: masks are made rarely, and must be reproducible.
 
 Legend: K input features, N output features.
 """
@@ -19,12 +19,12 @@ def keep_best(
     *,
     allowed: Sequence[Bool[np.ndarray, "..."]] | None = None,
 ) -> list[Bool[np.ndarray, "..."]]:
-    """Mark the best `keep` units of all arrays together; ties go to the earlier.
+    """Mark the best `keep` units of all arrays together; ties go to the earlier one.
 
     Args:
-        scores: Any arrays, one entry a unit.
+        scores: Any arrays, one entry per unit.
         keep: Number of units that are kept, over all arrays.
-        allowed: Units that may be kept at all; None is all of them.
+        allowed: Units that may be kept; None is all of them.
 
     Returns:
         The masks of the kept units, of the same shapes; `keep` true entries in total.
@@ -55,7 +55,7 @@ def keep_best(
 
 
 def best(scores: Float[np.ndarray, " n"], keep: int) -> Bool[np.ndarray, " n"]:
-    """The `keep` highest of one array; ties go to the earlier."""
+    """The `keep` highest entries of one array; ties go to the earlier one."""
     if keep <= 0:
         return np.zeros(scores.shape, np.bool_)
     if keep >= scores.size:
@@ -70,12 +70,12 @@ def best(scores: Float[np.ndarray, " n"], keep: int) -> Bool[np.ndarray, " n"]:
 def share_out(
     total: int, scores: Sequence[Float[np.ndarray, "..."]], capacity: Sequence[int]
 ) -> list[int]:
-    """Split `total` into parts as equal as can be; the best scores get one more.
+    """Split `total` into parts as equal as possible; the best scores get one more.
 
     Args:
         total: The sum to split; at most the sum of `capacity`.
         scores: Scores of the units of each part; their mean decides.
-        capacity: The most that each part takes.
+        capacity: The maximum of each part.
 
     Example:
         >>> scores = [np.array([1.0]), np.array([5.0]), np.array([3.0])]
@@ -99,7 +99,7 @@ def keep_share(
     *,
     allowed: Sequence[Bool[np.ndarray, "..."]] | None = None,
 ) -> list[Bool[np.ndarray, "..."]]:
-    """`keep_best` of the units that a sparsity leaves."""
+    """`keep_best` for the number of units that a sparsity keeps."""
     total = sum(score.size for score in scores)
     return keep_best(scores, total - pruned_units(total, sparsity), allowed=allowed)
 
@@ -127,5 +127,5 @@ def unit_all(
 def spread(
     units: Shaped[np.ndarray, "a b"], rows: int, columns: int
 ) -> Shaped[np.ndarray, "K N"]:
-    """Each unit again as `rows` x `columns` elements."""
+    """Expand each unit to `rows` x `columns` elements."""
     return units.repeat(rows, axis=0).repeat(columns, axis=1)

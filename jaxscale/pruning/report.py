@@ -1,4 +1,4 @@
-"""Numbers and pictures of the masks of each layer, for whoever draws them.
+"""Statistics and images of the masks of each layer.
 
 Legend: K input features, N output features, T tiles.
 """
@@ -19,13 +19,13 @@ class LayerReport:
     """One pruned layer."""
 
     name: str
-    """Name of the layer, with its place in the stack."""
+    """Name of the layer, with its index in the stack."""
     shape: tuple[int, int]
     """K and N."""
     sparsity: float
-    """Share of its weights that is pruned."""
+    """Fraction of its weights that is pruned."""
     kept_score: float
-    """Share of its score that is kept."""
+    """Fraction of its total score that is kept."""
     tile_rows: Int[np.ndarray, " T"] | None
     """Rows that each tile keeps, its work; None without tiles."""
     single_weights: int
@@ -34,18 +34,19 @@ class LayerReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """The cost of running the pruned layers, beside that of the dense ones."""
+    """The cost of running the pruned layers, compared with the dense ones."""
 
     dense: int
-    """Multiply-adds a token of the dense layers."""
+    """Multiply-adds per token of the dense layers."""
     tiled: int
-    """Multiply-adds a token of what is in tiles; without tiles, of all that is kept."""
+    """Multiply-adds per token of weights in tiles; without tiles, of all kept
+    weights."""
     single: int
-    """Multiply-adds a token of single weights. No matrix unit does them: a kernel pays
-    for each what it pays for many in a tile, and stores an index with each."""
+    """Multiply-adds per token of single weights. Tensor cores cannot do them: each
+    costs a kernel as much as many in a tile, and has its own index."""
     imbalance: float
     """Rows of the fullest tile over the mean of its layer, averaged over layers; 1 is
-    balanced. A kernel without other work waits for the fullest."""
+    balanced. A kernel waits for the fullest tile."""
 
     @property
     def sparse_bytes(self) -> int:
@@ -54,7 +55,7 @@ class Work:
 
 
 def layer_reports(masks: Masks, scores: Scores) -> list[LayerReport]:
-    """A line for each pruned layer, in the order of the names.
+    """One entry per pruned layer, in the order of the names.
 
     Args:
         masks: The masks to report on.
@@ -98,7 +99,7 @@ def layer_reports(masks: Masks, scores: Scores) -> list[LayerReport]:
 def lost_layers(reports: Sequence[LayerReport]) -> list[str]:
     """The names of layers of which nothing is kept.
 
-    Such a layer gives zeros (or its bias), whatever it reads.
+    Such a layer outputs zeros (or its bias) for any input.
 
     Args:
         reports: From `layer_reports`.
@@ -132,11 +133,11 @@ def work(masks: Masks) -> Work:
 def picture(
     mask: Bool[np.ndarray, "K N"], size: int = 64
 ) -> Float[np.ndarray, "rows columns"]:
-    """A mask as an image of at most `size` x `size` points: the share kept in each.
+    """A mask as an image of at most `size` x `size` pixels: the kept fraction in each.
 
     Args:
         mask: True where a weight is kept.
-        size: Points along the longer side at most.
+        size: Maximum pixels along the longer side.
 
     Example:
         >>> mask = np.zeros((4, 8), bool)

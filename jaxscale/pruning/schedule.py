@@ -1,10 +1,10 @@
 r"""Pruning schedules, and training under masks.
 
-A schedule is a sequence of stages: at a step, go to a sparsity. In `fit` a `Pruner` is
-a hook that prunes at the stages and a transform of the gradients that holds pruned
-weights at zero in between. The masks are part of the optimizer's state: they are saved
-and restored with it, they change without compiling the step again, and the moments of
-pruned weights are zero.
+A schedule is a sequence of stages, each a step and a sparsity. In `fit` a `Pruner` is a
+hook that prunes at the stages and a gradient transform that keeps pruned weights at
+zero in between. The masks are part of the optimizer state: they are saved and restored
+with it, they change without recompiling the step, and the moments of pruned weights are
+zero.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ PAPER_STAGES = (
     *(0.25, 0.35, 0.5, 0.55, 0.6, 0.65),
     *(0.7, 0.75, 0.8, 0.85, 0.9, 0.95),
 )
-"""Sparsities of the authors' stages for BERT."""
+"""Sparsities of the paper's stages for BERT."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,22 +42,22 @@ class Stage:
     """
 
     step: int
-    """Prune when so many steps are done; 0 is before the first."""
+    """Prune after this many steps; 0 is before the first."""
     sparsity: float
     """Prune to this sparsity."""
 
 
 def one_shot(sparsity: float) -> tuple[Stage, ...]:
-    """Everything before the first step."""
+    """Prune once, before the first step."""
     return (Stage(step=0, sparsity=sparsity),)
 
 
 def paper_stages(sparsity: float, steps_per_stage: int) -> tuple[Stage, ...]:
-    """The authors' list up to `sparsity`, with as many steps after each stage.
+    """The paper's list up to `sparsity`, with equally many steps after each stage.
 
     Args:
-        sparsity: Of the last stage, between 0 and 1.
-        steps_per_stage: Training steps from one to the next.
+        sparsity: Sparsity of the last stage, between 0 and 1.
+        steps_per_stage: Training steps per stage.
 
     Example:
         >>> [stage.sparsity for stage in paper_stages(0.6, 10)]
@@ -75,9 +75,9 @@ def cubic_stages(
     :math:`s_i = s (1 - (1 - i / n)^3)` for stage :math:`i` of :math:`n`.
 
     Args:
-        sparsity: Of the last stage, between 0 and 1.
-        stages: How many there are, n.
-        steps_per_stage: Training steps from one to the next.
+        sparsity: Sparsity of the last stage, between 0 and 1.
+        stages: Number of stages, n.
+        steps_per_stage: Training steps per stage.
 
     Example:
         >>> [round(stage.sparsity, 3) for stage in cubic_stages(0.75, 3, 10)]
@@ -99,7 +99,7 @@ def _evenly(sparsities: Sequence[float], steps: int) -> tuple[Stage, ...]:
 
 
 class MaskState(NamedTuple):
-    """The state of the optimizer under a mask of gradients."""
+    """The optimizer state of masked gradients."""
 
     codes: dict[str, Any]
     """Code of each weight, by layer: 0 pruned, 1 in a tile, 2 a single weight."""
@@ -108,9 +108,9 @@ class MaskState(NamedTuple):
 def mask_gradients(masks: Masks) -> optax.GradientTransformation:
     """Set the gradients of pruned weights to zero.
 
-    First in the chain, before gradients are clipped: then clipping and moments know
-    only the weights that are there, and a weight that is zero, as `apply_masks` makes
-    it, stays zero under weight decay and any learning rate.
+    It is the first in the chain, before gradient clipping: then clipping and moments
+    see only kept weights, and a weight set to zero by `apply_masks` stays zero under
+    weight decay and any learning rate.
 
     Args:
         masks: The first masks; a `Pruner` changes them at its stages.
@@ -132,7 +132,7 @@ def mask_gradients(masks: Masks) -> optax.GradientTransformation:
 
 
 class Pruner:
-    """Prunes a model during training, as a hook and a transform of `fit`.
+    """Prune a model during training, as a hook and a gradient transform of `fit`.
 
     Example::
 
@@ -160,12 +160,12 @@ class Pruner:
 
         Args:
             config: Pattern and layers; its sparsity is that of the last stage.
-            stages: Steps and sparsities, both rising.
+            stages: Steps and sparsities, both increasing.
             scores: Importance of the weights of a model; called at each stage.
             on_stage: Called with the step and the masks when a stage is done.
 
         Raises:
-            ValueError: there is no stage, or steps or sparsities do not rise.
+            ValueError: there is no stage, or steps or sparsities do not increase.
         """
         if not stages:
             raise ValueError("stages is empty; give at least one, as one_shot does")
@@ -191,7 +191,7 @@ class Pruner:
         return mask_gradients(self._first)
 
     def start(self, model: Any) -> Any:
-        """A copy of `model` as it is before the first step.
+        """A copy of `model`, pruned for the first step.
 
         Raises:
             ValueError: as `make_model_masks`.
@@ -223,10 +223,10 @@ class Pruner:
         return set_masks(state, self._masks(state.model, stage, self.masks_of(state)))
 
     def masks_of(self, state: Any) -> Masks:
-        """The masks that hold in a `TrainState`, for example a restored one.
+        """The current masks of a `TrainState`, for example a restored one.
 
         Raises:
-            ValueError: it has not been trained with `transform`.
+            ValueError: the state has not been trained with `transform`.
         """
         found = [
             node
@@ -264,15 +264,15 @@ class Pruner:
 
 
 def set_masks(state: Any, masks: Masks) -> Any:
-    """A training state under other masks, of the same layers.
+    """A training state with other masks, for the same layers.
 
-    What they prune becomes zero, weights and moments, and the optimizer holds it there.
+    Pruned weights and their moments become zero, and the optimizer keeps them zero.
 
     Args:
         state: A `TrainState` whose optimizer has `mask_gradients`; it is donated.
         masks: The new masks.
     """
-    # The shardings stay what they are, for which the step was compiled.
+    # The shardings stay the same, as the step was compiled for them.
     places = jax.tree.map(lambda x: x.sharding, state)
     prune = jax.jit(_prune_state, donate_argnums=0, out_shardings=places)
     return prune(state, _codes(masks))
@@ -303,13 +303,14 @@ def _prune_state(state: Any, codes: Mapping[str, Any]) -> Any:
 def _masked(
     tree: Any, codes: Mapping[str, Any], layers: Collection[str] | None = None
 ) -> Any:
-    """A tree in which what belongs to pruned weights is zero, moments for example.
+    """A tree with zeros for everything that belongs to pruned weights, for example
+    moments.
 
     Args:
-        tree: A model, or what is made like it.
+        tree: A model, or a tree with its structure.
         codes: Codes of the masks, by layer.
-        layers: Names of all layers, where in `tree` they stand behind other names, as
-            behind those of the moments of an optimizer; one may be the end of another.
+        layers: Names of all layers, if `tree` has prefixes before them, as for the
+            moments of an optimizer; one name may be the end of another.
     """
 
     def mask(path: Any, node: Any) -> Any:
@@ -324,7 +325,7 @@ def _masked(
         (kept,) = jax.tree.leaves(codes[name])
 
         def zeroed(x: jax.Array) -> jax.Array:
-            x = jax.device_put(x, jax.memory.Space.Device)  # moments may be on the host
+            x = jax.device_put(x, jax.memory.Space.Device)  # may be on the host
             return jnp.where(kept != 0, x, jnp.zeros_like(x))
 
         return jax.tree.map(zeroed, node)
@@ -342,7 +343,7 @@ def _variables(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def _layer(path: Any) -> str | None:
-    """The layer whose kernel a path leads to."""
+    """The layer whose kernel a path names."""
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     return name.removesuffix(".kernel") if name.endswith(".kernel") else None
 

@@ -1,13 +1,13 @@
 r"""Importance scores of weights.
 
-A score estimates the damage that removing a weight does, so the scores of the weights
-of a unit add up. All are at least 0.
+A score estimates the damage of removing a weight, so the scores of a unit's weights add
+up. All are at least 0.
 
 - magnitude: :math:`w^2`. Ranks tiles as the L2 norm of the paper does.
 - Taylor: :math:`\sum_b (w \, \partial L_b / \partial w)^2` over batches :math:`b`.
-- Wanda: :math:`w^2 \sum_t x_t^2`, with the inputs :math:`x_t` that meet the weight: the
-  square of the score of the paper, :math:`|w| \cdot \lVert x \rVert`. It compares
-  weights of one layer; rank with ``scope="layer"``.
+- Wanda: :math:`w^2 \sum_t x_t^2`, with the inputs :math:`x_t` of the weight: the square
+  of the score of the paper, :math:`|w| \cdot \lVert x \rVert`. It compares weights of
+  one layer; rank with ``scope="layer"``.
 
 Legend: K input features, L layers.
 """
@@ -89,7 +89,8 @@ def wanda_scores(model: Any, loss: Loss, batches: Iterable[Any]) -> Scores:
 
     Args:
         model: The model.
-        loss: Runs the model on a batch, for example the mean loss over tokens.
+        loss: Function that runs the model on a batch, for example the mean loss over
+            tokens.
         batches: Batches that the activations are measured on.
 
     Raises:
@@ -111,13 +112,13 @@ def input_squares(
 ) -> dict[str, Float[np.ndarray, "..."]]:
     r"""The sum of squares :math:`\sum_t x_t^2` of each input feature of each layer.
 
-    Every layer gets a probe: a parameter that does nothing in the forward pass and
-    whose gradient is the sum. So one backward pass collects it, through scanned and
-    rematerialized layers and on any mesh. Padding counts like other tokens: give
-    batches that have little.
+    Every layer gets a probe: a parameter without effect in the forward pass, whose
+    gradient is the sum. So one backward pass collects it, through scanned and
+    rematerialized layers and on any mesh. Padding counts like other tokens: use batches
+    with little of it.
 
     Args:
-        model: The model, which is left as it is.
+        model: The model, which is not changed.
         loss: A scalar that depends on the output of every layer.
         batches: Batches that the activations are measured on.
 
@@ -170,7 +171,7 @@ class _Probed(Linear):
     def __call__(
         self, x: Float[Array, "B T in"], activation: str | None = None
     ) -> Float[Array, "B T out"]:
-        """Return what the layer without a probe gives."""
+        """Return the output of the layer without a probe."""
         return super().__call__(_observe(x, self.probe[...]), activation)
 
 

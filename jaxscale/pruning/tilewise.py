@@ -1,29 +1,29 @@
 r"""Masks of every pattern, from scores.
 
-A unit is what a pattern keeps or prunes at once. Its score is the mean of its elements'
-scores. With :math:`U` equal units, sparsity :math:`s` prunes exactly
-:math:`\lfloor U s + 1/2 \rfloor` of them, the worst; equal scores keep the earlier.
-The units of all matrices are ranked together, unless ``scope`` is ``"layer"``.
+A unit is what a pattern keeps or prunes as a whole. Its score is the mean of its
+elements' scores. With :math:`U` equal units, sparsity :math:`s` prunes exactly
+:math:`\lfloor U s + 1/2 \rfloor` of them, the worst; ties keep the earlier one. The
+units of all matrices are ranked together, unless ``scope`` is ``"layer"``.
 
 The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
 
-1. Columns (tw, tew). The share :math:`\sqrt{1 - s}` of the weights lies in columns
-   that stay. The columns of a matrix are ranked and cut into groups of G; the groups of
-   all matrices are ranked by their means. So each matrix keeps a multiple of G columns,
-   one group at least: they become its tiles, in rising order. Matrices that share
-   their columns (gate and up of a feed-forward network) are ranked as one.
+1. Columns (tw, tew). The columns that stay hold the fraction :math:`\sqrt{1 - s}` of
+   the weights. The columns of a matrix are ranked and cut into groups of G; the groups
+   of all matrices are ranked by their means. So each matrix keeps a multiple of G
+   columns, at least one group: they become its tiles, in increasing order. Matrices
+   that share their columns (gate and up of a feed-forward network) are ranked as one.
 2. Rows. A piece is ``k_granularity`` rows of one tile, all of equal size. The best
    pieces are kept until the whole mask has sparsity :math:`s`, however many columns
-   step 1 took. Rows of input features that step 1 has pruned are left out, unless
-   too little is left then.
+   step 1 took. Rows of input features that step 1 has pruned are excluded, unless too
+   little would remain.
 3. Single weights (tew). Steps 1 and 2 keep a little less, and the best of the other
    weights fill up what is missing.
 
-A-priori tuning: the paper lets element-wise pruning say which units are important. The
-authors' code does not hold that step, so this is our definition: element-wise pruning
-at the same sparsity keeps the share :math:`e_u` of unit :math:`u`, and the score of the
-unit is multiplied by :math:`e_u^a` with ``apriori`` :math:`a`. A unit that owes its
-score to a few outliers falls behind one that is important all over.
+A-priori tuning: the paper uses element-wise pruning to find important units. The
+authors' code does not contain that step, so this is our definition: element-wise
+pruning at the same sparsity keeps the fraction :math:`e_u` of unit :math:`u`, and the
+score of the unit is multiplied by :math:`e_u^a` with ``apriori`` :math:`a`. A unit
+whose score comes from a few outliers then ranks below one that is important everywhere.
 
 Legend: K input features, N output features, G columns of a tile, T tiles.
 """
@@ -60,7 +60,7 @@ class Matrix:
     scores: Float[np.ndarray, "K N"]
     """Importance of each element, at least 0."""
     previous: Bool[np.ndarray, "K N"] | None = None
-    """Units that the stage before kept; None for the first stage."""
+    """Units that the previous stage kept; None for the first stage."""
     previous_tiled: Bool[np.ndarray, "K N"] | None = None
     """The part of it in tiles."""
     row_shards: int = 1
@@ -68,10 +68,10 @@ class Matrix:
     column_shards: int = 1
     """Devices that N is split over."""
     shares: str | None = None
-    """A matrix before this one with which it keeps the same columns."""
+    """An earlier matrix that must keep the same columns."""
     fed_by: str | None = None
-    """A matrix before this one whose columns are the input features of this one: of
-    those that it does not keep no rows are kept."""
+    """An earlier matrix whose columns are this one's input features: rows of its pruned
+    columns are pruned."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,9 +79,9 @@ class Mask:
     """The elements that one matrix keeps."""
 
     kept: Bool[np.ndarray, "K N"]
-    """Everything."""
+    """All kept elements."""
     tiled: Bool[np.ndarray, "K N"]
-    """The part in tiles; all of it but for the single weights of tew."""
+    """The part in tiles: all but the single weights of tew."""
 
 
 def make_masks(matrices: Sequence[Matrix], config: PruneConfig) -> list[Mask]:
@@ -89,11 +89,11 @@ def make_masks(matrices: Sequence[Matrix], config: PruneConfig) -> list[Mask]:
 
     Args:
         matrices: Weights with their scores.
-        config: Pattern, sparsity, tile; its layers play no part here.
+        config: Pattern, sparsity, tile; its layers are ignored here.
 
     Raises:
         ValueError: tiles, blocks or vectors do not divide a matrix, scores are not
-            finite, or the masks before leave too little.
+            finite, or the previous masks leave too little.
 
     Example:
         >>> scores = np.array([[9.0, 1.0], [1.0, 3.0], [2.0, 8.0], [7.0, 1.0]])
@@ -142,7 +142,7 @@ def _make_masks(matrices: Sequence[Matrix], config: PruneConfig) -> list[Mask]:
 def tile_columns(
     tiled: Bool[np.ndarray, "K N"], pattern: str
 ) -> Int[np.ndarray, " C"] | None:
-    """The columns that the tiles of a mask take, in order; None where it is all."""
+    """The columns of a mask's tiles, in order; None if all."""
     return None if pattern == "tw_k" else np.flatnonzero(tiled.any(axis=0))
 
 
@@ -152,7 +152,7 @@ def tile_counts(
     """Rows that each tile keeps, its work.
 
     Args:
-        tiled: Elements that lie in tiles: ``Mask.tiled``.
+        tiled: Elements in tiles: ``Mask.tiled``.
         tile: Columns of a tile.
         pattern: One of `TILE_WISE`; all but ``tw_k`` leave out empty columns first.
 
@@ -175,7 +175,8 @@ def _element_wise(matrices: Sequence[Matrix], config: PruneConfig) -> list[np.nd
 
 
 def _vector_wise(matrices: Sequence[Matrix], config: PruneConfig) -> list[np.ndarray]:
-    """Vectors along K keep equally many; what is left over goes to the best of them.
+    """Vectors along K keep equally many weights; the remainder goes to the best of
+    them.
 
     Where ``(1 - s) * vector`` is no whole number, some vectors keep one more.
     """
@@ -191,7 +192,7 @@ def _vector_wise(matrices: Sequence[Matrix], config: PruneConfig) -> list[np.nda
     vectors = sum(len(score) for score in scores)
     each, rest = divmod(total - pruned_units(total, config.sparsity), vectors)
     orders = [np.argsort(-score, axis=1, kind="stable") for score in scores]
-    # The next weight of each vector competes for what is left over.
+    # The next weight of each vector competes for the remainder.
     place = min(each, config.vector - 1)
     following = [
         np.take_along_axis(score, order[:, [place]], axis=1)
@@ -229,7 +230,7 @@ def _tile_wise(matrices: Sequence[Matrix], config: PruneConfig) -> list[np.ndarr
 def _tiles(
     matrices: Sequence[Matrix], config: PruneConfig, pieces: int
 ) -> list[np.ndarray]:
-    """Tile-wise masks that keep so many pieces of rows."""
+    """Tile-wise masks that keep a given number of pieces of rows."""
     rows, tile = config.k_granularity, config.tile
     ranked = [m.scores.astype(np.float64) for m in matrices]
     densities = None
@@ -272,7 +273,7 @@ def _allowed_pieces(
     config: PruneConfig,
     pieces: int,
 ) -> list[np.ndarray] | None:
-    """Mark the pieces that may be kept; None stands for all of them."""
+    """Mark the pieces that may be kept; None is all of them."""
     rows, tile = config.k_granularity, config.tile
     place = {matrix.name: i for i, matrix in enumerate(matrices)}
     before, fed = [], []
@@ -340,7 +341,7 @@ def _keep_columns(
     size = space = 0
     for mean, bundle, columns, capacity in groups:
         width = sum(columns.size * matrices[i].scores.shape[0] for i in bundle)
-        # The group that crosses the wanted share stays if that comes closer to it.
+        # The group that crosses the wanted fraction stays if that is closer to it.
         closer = size + width / 2 <= wanted
         if mean < math.inf and not closer and space >= needed:
             continue
@@ -360,7 +361,7 @@ def _capacity(matrix: Matrix, columns: np.ndarray) -> int:
 
 
 def _bundles(matrices: Sequence[Matrix], config: PruneConfig) -> list[list[int]]:
-    """The places of matrices, those that keep the same columns together."""
+    """The indices of matrices, grouped by those that keep the same columns."""
     bundles: dict[str, list[int]] = {}
     for i, matrix in enumerate(matrices):
         bundle = bundles.get(matrix.shares or "")
@@ -374,7 +375,7 @@ def _bundles(matrices: Sequence[Matrix], config: PruneConfig) -> list[list[int]]
 
 
 def _same_tiles(matrices: Sequence[Matrix], config: PruneConfig) -> bool:
-    """Return whether what earlier stages left of the matrices has the same tiles."""
+    """Return whether the matrices have the same tiles after earlier stages."""
     if all(matrix.previous_tiled is None for matrix in matrices):
         return True
     kept = [_alive([matrix]) for matrix in matrices]
@@ -390,7 +391,7 @@ def _same_tiles(matrices: Sequence[Matrix], config: PruneConfig) -> bool:
 
 
 def _alive(matrices: Sequence[Matrix]) -> Bool[np.ndarray, " N"]:
-    """The columns of which an earlier stage left anything in some matrix."""
+    """The columns that an earlier stage kept in some matrix."""
     return np.logical_or.reduce(
         [
             np.ones(m.scores.shape[1], np.bool_)
@@ -404,9 +405,9 @@ def _alive(matrices: Sequence[Matrix]) -> Bool[np.ndarray, " N"]:
 def _column_groups(
     matrices: Sequence[Matrix], score: Float[np.ndarray, " N"], tile: int
 ) -> list[Int[np.ndarray, " G"]]:
-    """The columns of matrices in groups, best first: one tile in each shard.
+    """The columns of matrices in groups, best first: one tile per shard.
 
-    After the first stage the tiles are what they were, so that no weight comes back.
+    After the first stage the tiles stay the same, so that no weight comes back.
     """
     first, alive = matrices[0], _alive(matrices)
     shards = np.split(np.arange(score.size), first.column_shards)
@@ -433,13 +434,13 @@ def _balance(
     row_shards: int,
     allowed: Bool[np.ndarray, "R T"] | None,
 ) -> Bool[np.ndarray, "R T"]:
-    """Share out as many pieces as `kept` has equally among tiles and row shards."""
+    """Distribute as many pieces as `kept` has equally over tiles and row shards."""
     rows, tiles = score.shape
     if not tiles:
         return kept
     if allowed is not None:
         score = np.where(allowed, score, -np.inf)
-    # [shards, rows of a shard, T] as one list of lots: each is a tile in a shard.
+    # [shards, rows of a shard, T] as one list: each entry is a tile in a shard.
     by_shard = score.reshape(row_shards, rows // row_shards, tiles)
     lots = [by_shard[s, :, t] for s in range(row_shards) for t in range(tiles)]
     finite = [np.where(np.isfinite(lot), lot, 0) for lot in lots]
@@ -478,7 +479,7 @@ def _check(matrix: Matrix, config: PruneConfig) -> None:
 
 
 def check_units(matrix: Matrix, config: PruneConfig) -> None:
-    """Raise where the units of a pattern do not divide a matrix or its shards."""
+    """Raise if the units of a pattern do not divide a matrix or its shards."""
     height, width = matrix.scores.shape
     shards = matrix.row_shards, matrix.column_shards
     in_a_shard = " in a shard" if max(shards) > 1 else ""
@@ -496,7 +497,7 @@ def check_units(matrix: Matrix, config: PruneConfig) -> None:
 
 
 def _unit(config: PruneConfig) -> tuple[tuple[str, int], tuple[str, int]]:
-    """The height and the width of a unit, each with the setting that it comes from."""
+    """Height and width of a unit, each with the setting that it comes from."""
     if config.tiled:
         return ("k_granularity", config.k_granularity), ("tile", config.tile)
     heights = {"vw": ("vector", config.vector), "2:4": ("the four of 2:4,", 4)}

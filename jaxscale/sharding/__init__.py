@@ -1,4 +1,4 @@
-"""Multi-host start-up, meshes, axis rules, and what follows them on each device."""
+"""Multi-node start-up, device meshes, sharding rules, and operations that use them."""
 
 from jaxscale.sharding.distributed import Cluster, initialize
 from jaxscale.sharding.fp8 import Fp8

@@ -1,17 +1,17 @@
-"""Sums over devices of the few tokens of a decoding step, without a barrier for each.
+"""Low-latency all-reduce of the few tokens of a decode step, without a barrier per sum.
 
-A row-parallel product ends in a sum over the tensor axis: two in each layer, for each
-token. XLA's costs more to begin than to carry out.
-`pallas_kernels.collective_matmul.all_reduce` has one that begins at once, but works in
-memory that all sums of a program share, one after the other: a `ReduceWorkspace`, made
-by `begin`.
+A row-parallel matmul ends in an all-reduce over the tensor axis: two per layer and
+token. XLA's all-reduce takes longer to start than to run.
+`pallas_kernels.collective_matmul.all_reduce` has one that starts at once, in memory
+that all sums of a program share, one after the other: a `ReduceWorkspace`, made by
+`begin`.
 
-It goes from layer to layer in the attention state (`PagedRows.workspace`), as the pages
-do. Within a block, whose layers are functions of activations alone, `reduce_through`
-holds it while the block is traced: `sum_over_devices` takes it, and leaves what the
-next sum takes.
+It is passed from layer to layer in the attention state (`PagedRows.workspace`), as the
+pages are. Within a block, whose layers are functions of activations alone,
+`reduce_through` holds it while the block is traced: `sum_over_devices` takes it, and
+leaves what the next sum takes.
 
-Legend: D devices, B batch, T tokens of a row, N features.
+Legend: D devices, B batch, T tokens of a sequence, N features.
 """
 
 import contextlib
@@ -38,21 +38,21 @@ from pallas_kernels.mosaic import DeviceSpec, check_hopper
 
 
 type AllReduce = Literal["xla", "low_latency"] | None
-"""Who sums the tokens of a decoding step: XLA, our kernel, or what was faster."""
+"""All-reduce of a decode step: XLA's, our kernel, or None for the faster one."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ReduceWorkspace:
-    """What the sums of a program hand on, each to the next."""
+    """The state that the sums of a program pass on, each to the next."""
 
     workspace: Workspace
-    """Of all devices, each with its own part of the first dimension."""
+    """The memory of all devices, split along the first dimension."""
     axis: str = dataclasses.field(metadata={"static": True})
     """The mesh axis of the sums."""
 
     def takes(self, parts: Float[Array, "D B T N"]) -> bool:
-        """Whether these can be summed in it."""
+        """Whether `parts` can be summed in this workspace."""
         mesh = jax.sharding.get_abstract_mesh()
         cells = self.workspace.cells.shape  # [2 of each device, D, chunks, 512]
         return (
@@ -63,7 +63,7 @@ class ReduceWorkspace:
 
 
 class _Held:
-    """The workspace of a traced block at a moment."""
+    """The current workspace while a block is traced."""
 
     def __init__(self, workspace: ReduceWorkspace | None) -> None:
         self.workspace = workspace
@@ -73,14 +73,14 @@ _held: contextvars.ContextVar[_Held] = contextvars.ContextVar("held")
 
 
 def current() -> ReduceWorkspace | None:
-    """What the next sum takes; None where XLA sums."""
+    """The workspace for the next sum; None if XLA sums."""
     held = _held.get(None)
     return None if held is None else held.workspace
 
 
 @contextlib.contextmanager
 def reduce_through(workspace: ReduceWorkspace | None) -> Iterator[_Held]:
-    """Let the sums inside take `workspace`; what is yielded has it after them.
+    """Let the sums inside use `workspace`; the yielded object holds it afterwards.
 
     With None XLA sums.
     """
@@ -93,10 +93,10 @@ def reduce_through(workspace: ReduceWorkspace | None) -> Iterator[_Held]:
 
 
 def sum_over_devices(parts: Float[Array, "D B T N"]) -> Float[Array, "B T N"]:
-    """The sum of what each device of the tensor axis has, on all of them.
+    """All-reduce the parts of the devices of the tensor axis.
 
     Args:
-        parts: Split along the first dimension; the rest is whole.
+        parts: The term of each device, split along the first dimension only.
     """
     given = current()
     if given is None or not given.takes(parts):
@@ -119,12 +119,12 @@ def sum_over_devices(parts: Float[Array, "D B T N"]) -> Float[Array, "B T N"]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Sums of a program that are `low_latency_all_reduce`."""
+    """The sums of a program that use `low_latency_all_reduce`."""
 
     axis: str
     """The mesh axis."""
     elements: int
-    """The most numbers of a sum."""
+    """Maximum number of elements of a sum."""
     dtype: jnp.dtype
     """Type of the numbers: bfloat16 or float16."""
     device: DeviceSpec
@@ -140,19 +140,19 @@ class Sums:
         elements: int,
         dtype: DTypeLike,
     ) -> "Sums | None":
-        """What sums the tokens of a program; None is XLA.
+        """Choose what sums the tokens of a program; None is XLA.
 
         Args:
-            all_reduce: What the caller asked for. None is our kernel where whole steps
-                were measured to be faster with it.
+            all_reduce: The caller's choice. None takes our kernel where measured decode
+                steps are faster with it.
             mesh: The devices of the program; None is a single one.
             rules: Mesh axes of each logical axis.
-            elements: The most numbers of a sum.
+            elements: Maximum number of elements of a sum.
             dtype: Type of the computation.
 
         Raises:
             ValueError: `all_reduce` is unknown.
-            Unsupported: it is ``"low_latency"``, and these devices cannot.
+            Unsupported: ``"low_latency"`` does not run on these devices.
         """
 
         def kernel() -> Sums:

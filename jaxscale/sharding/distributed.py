@@ -1,8 +1,8 @@
-"""Start-up of a job of many processes: do all of them answer.
+"""Start-up of a multi-process job, with a check that all processes are there.
 
 `jax.distributed.initialize` ends the process without an exception when the coordinator
-cannot be reached or a process is missing. `initialize` therefore lets the processes
-meet first, over the coordinator's port: process 0 waits for one line from each of the
+cannot be reached or a process is missing. `initialize` therefore connects the processes
+first, over the coordinator's port: process 0 waits for one line from each of the
 others, all of them learn what is wrong, and only then JAX starts its service there.
 """
 
@@ -47,8 +47,8 @@ def initialize(
 
     Under Slurm (``srun``), Open MPI (``mpirun``), ``torchrun`` and the JAX jobs of
     Kubeflow no argument is needed; a plain Kubernetes Indexed Job sets two variables
-    (see `detect`). A process that is alone returns at once, so a script can always call
-    this. A second call returns the record of the first.
+    (see `detect`). A single process returns at once, so any script may call this. A
+    second call returns the result of the first.
 
     Args:
         coordinator: ``host:port`` of process 0, a port that is free there and that the
@@ -60,7 +60,7 @@ def initialize(
         timeout: Seconds to wait for the other processes.
 
     Returns:
-        The processes found: number of this one, their count, coordinator, launcher.
+        The cluster: number of this process, number of processes, coordinator, launcher.
 
     Raises:
         ValueError: an argument or variable is missing, malformed or contradicts
@@ -112,9 +112,9 @@ def initialize(
 
 
 class _Meeting:
-    """Process 0: has a line from each other process, then lets all go.
+    """Process 0: collect a line from each other process, then release all.
 
-    One thread hears all connections at once, so nobody waits for one that is silent.
+    One thread serves all connections, so a silent one delays no other.
     """
 
     def __init__(self, cluster: Cluster, server: socket.socket) -> None:
@@ -122,14 +122,14 @@ class _Meeting:
         self._selector = selectors.DefaultSelector()
         self._arrived: dict[int, socket.socket] = {}
         self._left: set[int] = set()
-        """Processes that have arrived and gone again."""
+        """Processes that connected and disconnected."""
         self._numbers: dict[socket.socket, int] = {}
         self._heard: dict[socket.socket, bytes] = {}
-        """Of those that have not said a whole line yet, who is silent longest first."""
+        """Connections without a complete line yet, the longest silent first."""
         self._until = collections.OrderedDict[socket.socket, float]()
 
     def wait(self, timeout: float, deadline: float) -> None:
-        """Wait for all.
+        """Wait for all processes.
 
         Raises:
             TimeoutError: a process is missing.
@@ -183,7 +183,7 @@ class _Meeting:
         connection.close()
 
     def _lose(self, connection: socket.socket) -> None:
-        """One that has arrived leaves; started again, it comes again."""
+        """Forget a process that disconnected; it reconnects if it is restarted."""
         number = self._numbers.pop(connection)
         del self._arrived[number]
         self._left.add(number)
@@ -191,7 +191,7 @@ class _Meeting:
         connection.close()
 
     def _greet(self, connection: socket.socket) -> None:
-        """Take one process in, or tell all what is wrong. Strangers are ignored."""
+        """Admit one process, or tell all what is wrong; ignore strangers."""
         try:
             said = connection.recv(_LONGEST_LINE)
         except OSError:
@@ -234,7 +234,7 @@ class _Meeting:
         return ""
 
     def _tell(self, line: str) -> str:
-        """Say `line` to all that have arrived; returns it."""
+        """Send `line` to all connected processes, and return it."""
         for connection in self._arrived.values():
             _send(connection, line)
         return line
@@ -259,7 +259,7 @@ class _Meeting:
 
 
 def _await_others(cluster: Cluster, timeout: float, deadline: float) -> None:
-    """Process 0: wait for a line from each other process, then let all go."""
+    """Process 0: wait for a line from each other process, then release all."""
     _, port = split_address(cluster.coordinator or "")
     allow_connections(cluster.num_processes)
     try:
@@ -282,7 +282,7 @@ def _await_others(cluster: Cluster, timeout: float, deadline: float) -> None:
 
 
 def _waits(connection: socket.socket) -> bool:
-    """Return whether the other side still waits, and has nothing more to say."""
+    """Return whether the peer still waits and sends nothing more."""
     try:
         return bool(connection.recv(_LONGEST_LINE))
     except BlockingIOError:
@@ -296,7 +296,7 @@ def _shown(numbers: Sequence[int]) -> str:
 
 
 def _report_to_coordinator(cluster: Cluster, timeout: float, deadline: float) -> None:
-    """Another process: report to process 0, then wait until JAX's service is there."""
+    """Other processes: report to process 0, then wait for JAX's service."""
     address = split_address(cluster.coordinator or "")
     problem = "no attempt was made"
     reported = False
@@ -331,9 +331,9 @@ def _report_to_coordinator(cluster: Cluster, timeout: float, deadline: float) ->
 
 
 def _answer(connection: socket.socket, left: float) -> tuple[str, str]:
-    """What process 0 says in the end, and what is to be said where it does not.
+    """The final answer of process 0, and the message to use if there is none.
 
-    It is a moment later than this process at the end of its time, and says who is
+    Its time limit ends a moment after this process's, and its answer says who is
     missing.
     """
     with connection.makefile("rb") as stream:
@@ -352,7 +352,7 @@ def _send(connection: socket.socket, line: str) -> None:
 
 
 def _receive(stream: BinaryIO) -> str:
-    """One line of at most 512 bytes; empty when the other side is silent or leaves."""
+    """One line of at most 512 bytes; empty if the peer is silent or disconnects."""
     try:
         return stream.readline(_LONGEST_LINE).decode(errors="replace").strip()
     except OSError:

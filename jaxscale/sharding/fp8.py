@@ -1,48 +1,46 @@
-"""Products of linear layers in fp8, forward and backward, each device at its own part.
+"""Matmuls of linear layers in fp8, forward and backward, sharded over a mesh.
 
-The three products of a layer, ``y = x w``, ``dx = g w^T`` and ``dw = x^T g``, multiply
-numbers of 8 bits and add up in fp32: activations and weights in E4M3 (3 bits of
-mantissa), gradients in E5M2 (2 bits, but a wider range). An operand is
-``data * scale``. The scale is chosen from the largest magnitude of the operand at hand
-(current scaling), so nothing is carried from step to step: delayed scaling saves one
-pass over an operand, and pays with a state to store, to share between devices and to
-restore, and with numbers that are cut off in the step in which they grow.
+The three matmuls of a layer, ``y = x w``, ``dx = g w^T`` and ``dw = x^T g``, have 8-bit
+operands and accumulate in fp32: activations and weights in E4M3 (3 bits of mantissa),
+gradients in E5M2 (2 bits, but a wider range). An operand is ``data * scale``. The scale
+comes from the current maximum magnitude of the operand (current scaling), so there is
+no state between steps: delayed scaling saves one pass over an operand, at the price of
+a state to store, share between devices and restore, and of values that overflow in the
+step in which they grow.
 
-A scale cannot lie along the axis that a product sums over. With a scale for each row
-("fp8") each product therefore takes its operands in another form:
+A scale cannot vary along the axis that a matmul contracts. With a scale per row ("fp8")
+each matmul therefore takes its operands in another form:
 
 ========  ==========================  ==========================
-product   left, scales along          right, scales along
+matmul    left, scales along          right, scales along
 ========  ==========================  ==========================
 ``y``     x in E4M3, tokens           w in E4M3, output features
 ``dx``    g in E5M2, tokens           w in E4M3, input features
 ``dw``    x in E4M3, input features   g in E5M2, output features
 ========  ==========================  ==========================
 
-With one scale for each operand ("fp8_tensorwise") the forms differ by a transposition
-only.
+With one scale per tensor ("fp8_tensorwise") the forms differ only by a transposition.
 
-Over devices, tokens are gathered in fp8 and partial sums scattered in the type of the
-computation. With ``tensor_parallel="fused"`` the products that do so are those of
+Tokens are all-gathered in fp8, and partial sums reduce-scattered in the type of the
+computation. With ``tensor_parallel="fused"`` these matmuls are those of
 `pallas_kernels.collective_matmul`, forward and backward: kernels where they were tuned
-and are not slower, otherwise XLA. Operands whose products such a kernel adds up have
-one scale for a row of all of them.
+and are not slower, otherwise XLA. Operands whose matmuls such a kernel adds up share
+one scale per row.
 
-Scales are powers of two. A number keeps its mantissa when it goes from one such scale
-to another, unless it is so small that it loses bits at the bottom of the range. So the
-activations are kept for the backward pass in fp8, half of what bf16 takes, and operands
-are rounded once although they are scaled twice (`pallas_kernels.fp8_operands`); devices
-that choose scales for parts of an operand get the numbers that one device would get;
-and the two kinds of scales differ only in what they do to numbers that are thousands of
-times (E4M3: 2^14) smaller than the largest of their operand.
+Scales are powers of two, so a value keeps its mantissa when it is rescaled, unless it
+is so small that it loses bits at the bottom of the range. Therefore activations are
+saved for the backward pass in fp8, half the size of bf16; operands are rounded once
+although they are scaled twice (`pallas_kernels.fp8_operands`); sharded operands get the
+values that a single device would compute; and the two kinds of scales differ only for
+values thousands of times (E4M3: 2^14) smaller than the largest of their operand.
 
-Legend: B batch, T tokens, K features that are contracted, N features of the result, M
-tokens of all rows.
+Legend: B batch, T tokens, K contracted features, N features of the result, M tokens of
+all sequences.
 
 References:
     FP8 formats for deep learning, arXiv 2209.05433. DeepSeek-V3, arXiv 2412.19437,
-    section 3.3, which has a scale for each 128 numbers of a row instead, and keeps
-    activations in fp8 too.
+    section 3.3, which has a scale per 128 values of a row instead, and also saves
+    activations in fp8.
 """
 
 import functools
@@ -78,11 +76,11 @@ from pallas_kernels.scaled_matmul import scaled_matmul
 
 
 OUT_NAME = "fp8_matmul_out"
-"""Results of products, to policies of `jax.checkpoint`."""
+"""The name of matmul results, for policies of `jax.checkpoint`."""
 
 
 type Fp8 = Literal["fp8", "fp8_tensorwise"] | None
-"""Products in fp8 whose operands have a scale for each row, or one scale each."""
+"""fp8 matmuls with a scale per row of their operands, or one per tensor."""
 
 _NAMES = ("fp8", "fp8_tensorwise", None)
 
@@ -90,19 +88,19 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 class Scaled(NamedTuple):
-    """An operand of a product, ``data * scale``; its last axis is contracted."""
+    """An operand of a matmul, ``data * scale``; its last axis is contracted."""
 
     data: Array
     """[..., K], E4M3 or E5M2."""
     scale: Array
-    """[...] of each row, or () of all; fp32 powers of two."""
+    """[...] per row, or () per tensor; fp32 powers of two."""
     largest: Array | None = None
-    """[K], fp32: the largest magnitude of each column, with a scale for each row. For a
-    product that sums over the rows it gives the scales of the columns."""
+    """[K], fp32, with a scale per row: the largest magnitude of each column, from which
+    a matmul that contracts the rows takes its scales."""
 
 
 def check_fp8(quantization: str | None) -> None:
-    """Raise unless `quantization` names products in fp8, or is None.
+    """Raise unless `quantization` names fp8 matmuls, or is None.
 
     Example:
         >>> check_fp8("int8")
@@ -129,18 +127,18 @@ def quantize_operand(
     *,
     through: DTypeLike | None = None,
 ) -> Scaled:
-    """`x` in fp8, by the smallest scale, a power of two, that cuts off nothing.
+    """Quantize `x` to fp8 by the smallest power-of-two scale without overflow.
 
-    Zeros keep the scale one. Where a number is NaN or infinite the scale is NaN, so
-    that it stays visible in whatever it would have entered:
-    `pallas_kernels.scaled_matmul.quantize_fp8` makes other scales, for inference. Rows
-    are rounded by a kernel where there is one.
+    All-zero rows get the scale 1. A NaN or infinite value makes the scale NaN, so that
+    it stays visible in all results. For inference,
+    `pallas_kernels.scaled_matmul.quantize_fp8` has other scales. Rows are rounded by a
+    kernel where there is one.
 
     Args:
         x: The operand.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
-        quantization: A scale for each row, or one.
-        names: Mesh axes, of a `jax.shard_map`, whose devices share one scale.
+        quantization: A scale per row, or one per tensor.
+        names: Mesh axes of a `jax.shard_map` whose devices share one scale.
         through: Type to which `x` is rounded first; None is that of `x`.
 
     Example:
@@ -158,15 +156,15 @@ def quantize_operand(
 
 
 def _scale_of_all(wide: Array, dtype: DTypeLike, names: tuple[str, ...]) -> Array:
-    """One scale for the fp32 operand of all devices of `names`."""
-    # By bits, which order as magnitudes do: a maximum of numbers may skip NaN.
+    """One scale for an fp32 operand sharded over `names`."""
+    # By bits, which order as magnitudes do: a maximum of floats may skip NaN.
     bits = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)
     largest = jax.lax.bitcast_convert_type(jnp.max(bits, initial=0), jnp.float32)
     return power_of_two_scale(_largest_of(largest, names), dtype)
 
 
 def _largest_of(x: Array, names: tuple[str, ...]) -> Array:
-    """The largest magnitudes of all devices; NaN counts most."""
+    """The largest magnitudes over all devices; NaN counts as the largest."""
     if not names:
         return x
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
@@ -175,14 +173,14 @@ def _largest_of(x: Array, names: tuple[str, ...]) -> Array:
 
 
 def _transposed(x: Scaled) -> Scaled:
-    """A matrix for a product that sums over its rows: [M, K] as [K, M]."""
+    """A matrix for a matmul that contracts its rows: [M, K] as [K, M]."""
     if x.largest is None:
         return Scaled(transpose(x.data), x.scale)
     return Scaled(*transpose_rows(x.data, x.scale, x.largest))
 
 
 def _two_layouts(x: Array, dtype: DTypeLike, form: "_Form") -> tuple[Scaled, Scaled]:
-    """[B, T, N] in fp8, and transposed for a product that sums over its rows."""
+    """[B, T, N] in fp8, and transposed for a matmul that contracts its rows."""
     if form.quantization == "fp8":
         rows = quantize_operand(x, dtype, "fp8")
         return rows, _transposed(_rows(rows))
@@ -193,7 +191,7 @@ def _two_layouts(x: Array, dtype: DTypeLike, form: "_Form") -> tuple[Scaled, Sca
 
 
 def _product(a: Scaled, b: Scaled, dtype: DTypeLike) -> Array:
-    """``a @ b.T``, [M, K] and [N, K], added up in fp32."""
+    """``a @ b.T``, [M, K] and [N, K], accumulated in fp32."""
     return scaled_matmul(a.data, b.data, a.scale, b.scale, out_dtype=dtype)
 
 
@@ -204,33 +202,33 @@ def _rows(x: Scaled) -> Scaled:
 
 
 def _gathered(x: Scaled, names: tuple[str, ...]) -> Scaled:
-    """[B, T, K] with the tokens of all devices; the link carries a byte a number."""
+    """All-gather the tokens of [B, T, K], in one byte per value."""
     if not names:
         return x
 
     def whole(part: Array) -> Array:
         return jax.lax.all_gather(part, names, axis=1, tiled=True)
 
-    # Of one scale all devices have the same.
+    # A scale per tensor is the same on all devices.
     scale = whole(x.scale) if x.scale.ndim else x.scale
     return Scaled(whole(x.data), scale, _largest_everywhere(x, names))
 
 
 def _largest_everywhere(x: Scaled, names: tuple[str, ...]) -> Array | None:
-    """The largest of each column with the tokens of all devices."""
+    """The largest magnitude of each column over the tokens of all devices."""
     return None if x.largest is None else _largest_of(x.largest, names)
 
 
 def _scattered(x: Array, names: tuple[str, ...]) -> Array:
-    """The sum over the devices, [B, T, N], of which each keeps its tokens."""
+    """Reduce-scatter [B, T, N]: each device keeps its tokens of the sum."""
     if not names:
         return x
     return jax.lax.psum_scatter(x, names, scatter_dimension=1, tiled=True)
 
 
 def _kept(x: Scaled) -> Scaled:
-    """An operand as the backward pass reads it, by a name for `jax.checkpoint`."""
-    # What `jax.checkpoint` keeps passes `jax.lax.reduce_precision`, which takes E4M3
+    """An operand as saved for the backward pass, named for `jax.checkpoint`."""
+    # What `jax.checkpoint` saves passes `jax.lax.reduce_precision`, which takes E4M3
     # for a type with infinities, and would make them of all that is above 240.
     bits = jax.lax.bitcast_convert_type(x.data, jnp.uint8)
     kept = x._replace(data=bits)
@@ -238,22 +236,22 @@ def _kept(x: Scaled) -> Scaled:
 
 
 def _read(kept: Scaled) -> Scaled:
-    """What `_kept` was given."""
+    """The operand that `_kept` was given."""
     return kept._replace(data=jax.lax.bitcast_convert_type(kept.data, E4M3))
 
 
 class _Form(NamedTuple):
-    """What is known of a product while it is traced."""
+    """The static properties of a matmul."""
 
     quantization: Fp8
     names: tuple[str, ...]
-    """Mesh axes over which tokens are gathered on the way in, or scattered out."""
+    """Mesh axes over which the tokens are all-gathered or reduce-scattered."""
     fused: bool = False
-    """A kernel multiplies and communicates, where there is one: over one axis."""
+    """Use a fused matmul + collective kernel where there is one; over one axis."""
 
     @classmethod
     def of(cls, quantization: Fp8, names: tuple[str, ...], *, fused: bool) -> "_Form":
-        """The form of a product that communicates over `names`."""
+        """The form of a matmul that communicates over `names`."""
         return cls(quantization, names, fused and len(names) == 1)
 
 
@@ -265,7 +263,7 @@ def _weight(w: Array, dtype: DTypeLike, form: _Form) -> Scaled:
 def _operands(xs: Sequence[Array], dtype: DTypeLike, form: _Form) -> list[Scaled]:
     """[B, T, K] of each x in fp8.
 
-    A kernel that adds up their products has one scale for a row of all of them.
+    A kernel that adds up their matmuls needs one scale per row for all of them.
     """
     if len(xs) == 1 or not form.fused:
         return [quantize_operand(x, dtype, form.quantization) for x in xs]
@@ -288,7 +286,7 @@ def _joined(xs: Sequence[Array]) -> Array:
 def _gather_and_multiply(
     x: Scaled, ws: Sequence[Scaled], dtype: DTypeLike, form: _Form
 ) -> tuple[list[Array], Scaled]:
-    """[B, T, N] of each weight [N, K], and x with the tokens of all devices."""
+    """[B, T, N] for each weight [N, K], and the all-gathered x."""
     if form.fused:
         ys, *whole = scaled_all_gather_matmul(
             x.data,
@@ -310,9 +308,9 @@ def _gather_and_multiply(
 def _multiply_and_scatter(
     xs: Sequence[Scaled], ws: Sequence[Scaled], dtype: DTypeLike, form: _Form
 ) -> Array:
-    """The sum over devices of ``x @ w.T``, [B, T, K] and [N, K]: [B, T, N].
+    """Reduce-scatter of ``x @ w.T``, [B, T, K] and [N, K]: [B, T, N].
 
-    A kernel takes one weight, of all x.
+    A kernel takes a single weight for all x.
     """
     if form.fused:
         (w,) = ws
@@ -333,7 +331,7 @@ def _multiply_and_scatter(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _column(form: _Form, x: Array, ws: tuple[Array, ...]) -> tuple[Array, ...]:
-    """``x @ w`` for each w, of the gathered tokens."""
+    """``x @ w`` for each w and the gathered tokens."""
     return _column_forward(form, x, ws)[0]
 
 
@@ -365,7 +363,7 @@ _column.defvjp(_column_forward, _column_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _row(form: _Form, xs: tuple[Array, ...], ws: tuple[Array, ...]) -> Array:
-    """The sum of ``x @ w`` of all pairs and devices, of which each has its tokens."""
+    """Reduce-scatter of the sum of ``x @ w`` over all pairs."""
     return _row_forward(form, xs, ws)[0]
 
 
@@ -411,11 +409,10 @@ def fp8_column_parallel(
     quantization: Fp8,
     fused: bool = False,
 ) -> tuple[Float[Array, "B T _N"], ...]:
-    """`column_parallel` in fp8: tokens are gathered in fp8 too, and quantized once.
+    """`column_parallel` in fp8: tokens are quantized once, and all-gathered in fp8.
 
-    Arguments are those of `column_parallel`. Gradients of the kernels come in the type
-    of the kernels, unless kernels are stored in parts (FSDP): then kernels and
-    gradients go between devices in the type of `x`.
+    The arguments are those of `column_parallel`. Gradients of the kernels have the type
+    of the kernels; FSDP gathers kernels and scatters gradients in the type of `x`.
     """
     plain = [("batch", None, None), *kernel_axes]
     split = [("batch", "tokens", None), *kernel_axes]
@@ -443,9 +440,9 @@ def fp8_row_parallel(
     quantization: Fp8,
     fused: bool = False,
 ) -> Float[Array, "B T N"]:
-    """`row_parallel` in fp8; gradients of the result are gathered in fp8.
+    """`row_parallel` in fp8; gradients of the result are all-gathered in fp8.
 
-    Arguments are those of `row_parallel`; kernels are treated as by
+    The arguments are those of `row_parallel`; kernels are treated as in
     `fp8_column_parallel`.
     """
     storing = rules.mesh_axes(["batch"])
@@ -486,7 +483,7 @@ def fp8_row_parallel(
 
 
 def _dividing(shards: Shards, axis: str | None) -> tuple[str, ...]:
-    """The mesh axes of several devices that split `axis` here."""
+    """The mesh axes of more than one device that split `axis` here."""
     return tuple(name for name in shards.names(axis) if shards.mesh.shape[name] > 1)
 
 
@@ -497,7 +494,7 @@ def _over(
     xs: Sequence[Array],
     kernels: Sequence[Array],
 ) -> Any:
-    """`local` of the shards of each device, with whole kernels."""
+    """Run `local` on the shards of each device, with unsharded kernels."""
     parameters = range(len(xs), len(xs) + len(kernels))
     stored = {axis for i in parameters for axis in shards.in_axes[i]}
     if any(set(_dividing(shards, axis)) & shards.storing for axis in stored):

@@ -1,4 +1,4 @@
-"""The place of a process in its job, from what its launcher says.
+"""The rank of a process in its job, as its launcher says.
 
 JAX detects Slurm, Open MPI and Kubernetes as well, but has no public way to ask it what
 it found before that service runs. So `detect` reads the same variables; besides, it
@@ -17,7 +17,7 @@ _FIRST_PORT = 2**16 - 2**12
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The place of one process in its job."""
+    """The rank of one process in its job, and how to reach the others."""
 
     process_id: int = 0
     """Number of this process, from 0."""
@@ -26,10 +26,10 @@ class Cluster:
     coordinator: str | None = None
     """``host:port`` of process 0; None for a single process."""
     launcher: str = "single"
-    """Source of the above: arguments, environment, torchrun, slurm, kubernetes,
-    open_mpi, jax (someone else had called `jax.distributed.initialize`) or single."""
+    """Where this was read from: arguments, environment, torchrun, slurm, kubernetes,
+    open_mpi, jax (`jax.distributed.initialize` was called already) or single."""
     local_device_ids: tuple[int, ...] | None = None
-    """GPUs of this host that the process uses; None for all that it sees."""
+    """GPUs of this host that the process uses; None for all visible ones."""
 
 
 def detect(
@@ -58,7 +58,7 @@ def detect(
 
     Args:
         environ: Environment variables, `os.environ`.
-        coordinator: The same as for `initialize`, and so the rest.
+        coordinator: As for `initialize`, like the following arguments.
         num_processes: Number of processes.
         process_id: Number of this process.
         local_device_ids: GPUs of this process.
@@ -114,7 +114,7 @@ def detect(
 
 
 def _from_environment(environ: Mapping[str, str]) -> tuple[str, dict]:
-    """Name of the launcher, and what it says of coordinator, count, number, GPUs."""
+    """Name of the launcher, and the coordinator, counts and GPUs that it reports."""
     explicit = {
         "coordinator": environ.get("JAX_COORDINATOR_ADDRESS"),
         "num_processes": _integer(environ, "JAX_NUM_PROCESSES"),
@@ -189,7 +189,7 @@ def _open_mpi(environ: Mapping[str, str]) -> dict:
 
 
 def _local_gpu(environ: Mapping[str, str], variable: str, several: bool) -> dict:
-    """One GPU for each process, where several share a host and see more than one."""
+    """One GPU per process, if several share a host and see more than one."""
     visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if not several or (len(visible) == 1 and visible[0]):
         return {}
@@ -225,7 +225,7 @@ def split_address(coordinator: str) -> tuple[str, int]:
     """Host, without brackets, and port of a coordinator.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it has another form.
     """
     host, _, port = coordinator.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")

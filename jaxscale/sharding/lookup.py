@@ -1,9 +1,9 @@
-"""Rows of a table by index, whose gradients are sums with one order.
+"""Embedding look-ups with deterministic gradients.
 
-The gradient of a look-up adds up, for each row of the table, the cotangents of all
-places that took it. As a scatter a GPU adds them in the order in which they happen to
-come: two runs of one program differ in the last bits, and after some steps in all.
-Here equal indices are brought together first, and each row is written once.
+The gradient of a look-up sums, for each row of the table, the cotangents of all
+positions that read it. As a scatter-add, a GPU sums them in arbitrary order: two runs
+of one program differ in the last bits, and after some steps in all. Here equal indices
+are sorted together first, and each row is written once.
 """
 
 import functools
@@ -30,7 +30,7 @@ from pallas_kernels.partition import current_mesh
 
 
 _CHUNK = 128
-"""Values that one product adds up."""
+"""Values that one matmul adds up."""
 
 
 def gather(
@@ -41,20 +41,21 @@ def gather(
     rules: AxisRules,
     dtype: DTypeLike | None = None,
 ) -> Shaped[Array, "..."]:
-    """``table[indices]`` along the first dimension, split as `out_axes` say.
+    """``table[indices]`` along the first dimension, sharded as `out_axes` say.
 
-    Where the rows of the table are split over devices (a vocabulary over `tensor`),
-    each device looks up the rows that it has and the results are added up; the table
-    itself stays in place. So it does where its columns are split over axes of the batch
-    and a device has fewer indices than the table has rows: each device looks up all
-    indices in its columns, and the results change places. Otherwise it is gathered.
+    If the rows of the table are sharded (a vocabulary over `tensor`), each device looks
+    up the rows that it has and the results are summed; the table itself is not moved.
+    Nor is it if its columns are sharded over axes of the batch and a device has fewer
+    indices than the table has rows: each device looks up all indices in its columns,
+    followed by an all-to-all of the results. Otherwise the table is all-gathered.
 
     Args:
         table: Parameter, for example a table of embeddings.
         indices: Rows to take. Those outside the table, negative ones too, give NaN
             (integers: the minimum).
         table_axes: Logical axes of `table`.
-        out_axes: Logical axes of the result: those of `indices`, then of a row.
+        out_axes: Logical axes of the result: those of `indices`, then those of a table
+            row.
         rules: Mesh axes of each logical axis.
         dtype: Type of the result, and of its cotangent; None is that of the table.
 
@@ -90,8 +91,8 @@ def gather(
     columns = rules.mesh_axes(table_axes[1:])
     is_stored = columns & rules.mesh_axes(["batch"])
     if is_stored and _is_smaller(indices, out_axes, table, rules):
-        # Each device looks up all tokens in the columns that it stores: what is found
-        # changes places, and neither the table nor its gradient does.
+        # Each device looks up all tokens in the columns that it stores; the results are
+        # exchanged (all-to-all), and neither the table nor its gradient is.
         found_axes = (*out_axes[: indices.ndim], *table_axes[1:])
         found_rules = found_rules.without(columns, out_axes[: indices.ndim])
         whole = functools.partial(
@@ -114,16 +115,16 @@ def row_sums(
     rows: int,
     dtype: DTypeLike | None = None,
 ) -> Inexact[Array, "rows *rest"]:
-    """For each row of a table the sum of the values that belong to it.
+    """Sum of the values that belong to each row of a table (segment sum).
 
-    It is ``zeros.at[indices].add(values)``, but the same bits every time, on a GPU too.
-    Values are sorted by row and cut into chunks. In a chunk, a product with a matrix of
-    zeros and ones adds those of equal rows; sums that go on in the next chunk are
-    carried over; the last place of each row has the whole, and is written.
+    This is ``zeros.at[indices].add(values)``, but bitwise reproducible, on a GPU too.
+    Values are sorted by row and cut into chunks. In a chunk, a matmul with a matrix of
+    zeros and ones adds those of equal rows; sums that continue in the next chunk are
+    carried over; the last value of each row then has the total, which is written.
 
     Args:
-        values: What is added, in fp32 if narrower. One that is not finite spoils the
-            rows of its chunk.
+        values: Values to add, in fp32 if narrower. A non-finite value spoils the rows
+            of its chunk.
         indices: Row of each value; those outside of the table are left out.
         rows: Rows of the table.
         dtype: Type of the sums; None is that of the values.
@@ -181,7 +182,7 @@ def _take(
     rules: AxisRules,
     dtype: DTypeLike | None,
 ) -> Array:
-    """``table[indices]`` with its result split as `out_axes` say, NaN outside.
+    """``table[indices]`` sharded as `out_axes` say; NaN for indices outside.
 
     Args:
         table: Split as `rules` say, or whole where they split it over the batch.
@@ -236,7 +237,7 @@ def _look_up(
     out_axes: Sequence[str | None],
     dtype: DTypeLike | None,
 ) -> Array:
-    """`gather` inside a Manual region: each device looks up the rows that it has."""
+    """`gather` inside a Manual region: each device looks up its own rows."""
     names = shards.names(shards.in_axes[0][0])
     total = table.shape[0]
 
@@ -268,10 +269,10 @@ def _gradient(
     out_axes: Sequence[str | None],
     rules: AxisRules,
 ) -> Array:
-    """The gradient of a table of that type, split as the parameter where it can be.
+    """The gradient of a table, sharded as the parameter where possible.
 
-    Each device adds up its own rows of the table, its own columns, or those of its own
-    indices, which are then summed over the devices.
+    Each device sums its own rows of the table, its own columns, or the rows of its own
+    indices, which are then reduced over the devices.
     """
     at_axes = out_axes[: indices.ndim]
     shards = Shards.of((indices,), (at_axes,), rules)

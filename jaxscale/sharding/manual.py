@@ -1,9 +1,10 @@
-"""Collectives over Manual mesh axes, for whoever writes the `jax.shard_map`.
+"""Differentiable collectives over Manual mesh axes, for use inside `jax.shard_map`.
 
-Inside a region that is Manual over an axis and that does not track what varies over it
-(``check_vma=False``), each device differentiates its own program: what it means for
-the others, the collectives say. A parameter is stored as its partition says and is
-made `whole` for its use; `scattered` and `summed` bring its gradient back.
+Inside a region that is Manual over an axis and does not track what varies over it
+(``check_vma=False``), each device differentiates its own program, and the collectives
+define how gradients cross devices. A parameter is stored sharded and made `whole`
+(all-gather) for its use; `scattered` (reduce-scatter) and `summed` (all-reduce) bring
+its gradient back.
 """
 
 import functools
@@ -18,7 +19,7 @@ from jaxscale.sharding.rules import MeshAxes, as_tuple
 
 
 def manual_names(axes: MeshAxes) -> tuple[str, ...]:
-    """Those of the mesh `axes` that are Manual here and have several devices."""
+    """The mesh `axes` that are Manual here and have several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(mesh.manual_axes)
     return tuple(n for n in as_tuple(axes) if n in manual and mesh.shape[n] > 1)
@@ -30,8 +31,9 @@ def sum_for_all(
 ) -> Inexact[Array, "..."]:
     """The sum over Manual `axes`, for a use that is the same on all of their devices.
 
-    The gradient of the result is then the same on all devices too, and is that of each
-    term. That of `jax.lax.psum` is the sum over the devices, for uses that differ.
+    The gradient of the result is then the same on all devices, and is the gradient of
+    each term. `jax.lax.psum` instead sums gradients over the devices, for uses that
+    differ.
 
     References:
         The operator g of Megatron-LM, arXiv 1909.08053, section 3.
@@ -82,11 +84,10 @@ use_on_each.defvjp(_use_forward, _use_backward)
 def whole(
     x: Shaped[Array, "..."], spec: PartitionSpec, placed: PartitionSpec
 ) -> Shaped[Array, "..."]:
-    """`x` gathered over the Manual axes that `spec` splits it over.
+    """`x` all-gathered over the Manual axes that `spec` splits it over.
 
-    The axes in `placed` that are left to the compiler split the result as they split
-    `x`. The gradient of the result is summed over those in `spec`, and each device
-    keeps its part: see `scattered`.
+    Axes in `placed` that are left to the compiler split the result as they split `x`.
+    The gradient is reduce-scattered over the axes in `spec`: see `scattered`.
     """
 
     def gather(x: Array) -> Array:
@@ -101,7 +102,7 @@ def whole(
 def scattered(
     x: Inexact[Array, "..."], spec: PartitionSpec, placed: PartitionSpec
 ) -> Inexact[Array, "..."]:
-    """The sum of `x` over the Manual axes in `spec`, split as it says.
+    """Reduce-scatter `x` over the Manual axes in `spec`, split as it says.
 
     The axes in `placed` that are left to the compiler split the result as they split
     `x`.
@@ -121,7 +122,7 @@ def scattered(
 def summed(
     x: Shaped[Array, "..."], axes: Sequence[str], spec: PartitionSpec
 ) -> Shaped[Array, "..."]:
-    """The sum of `x` over those Manual `axes` that `spec` does not split it over."""
+    """All-reduce `x` over the Manual `axes` that `spec` does not split it over."""
     split = {name for entry in spec for name in as_tuple(entry)}
     rest = tuple(name for name in axes if name not in split)
     return _sum(x, rest) if rest else x
@@ -133,10 +134,11 @@ def _on_each(
     spec: PartitionSpec,
     placed: PartitionSpec,
 ) -> Array:
-    """`local` of the part of each device, Manual over the axes that are not so yet.
+    """Run `local` on each device's part, Manual over the axes that are not so yet.
 
-    Without, the compiler would gather `x` over these axes, and cut it again. Where they
-    split a dimension that is in `spec` too, it has to: its parts are in another order.
+    Otherwise the compiler would all-gather `x` over these axes, and split it again.
+    Where they split a dimension that is in `spec` too, it has to: its parts are in
+    another order.
     """
     if not any(map(as_tuple, spec)):
         return x

@@ -1,12 +1,12 @@
-"""Device meshes with the five axes that every recipe of jaxscale speaks of.
+"""Device meshes with the five axes that every recipe of jaxscale uses.
 
-The axes stand in the order of their appetite for bandwidth. Neighboring devices of
-one host share the last axis, so `tensor`, which communicates in every layer, runs over
-the fastest links, and `pipe`, which sends one activation a microbatch, over the
-slowest. `context` stands beside `tensor`: it gathers keys and values in every layer, a
-part of what `tensor` moves. `data` lies within `pipe`: it sums all gradients, though
-only once a step. This is the order of MegaScale (arXiv 2402.15627), and of
-`jaxscale plan`.
+The axes are ordered by the bandwidth that they need, least first. Neighboring devices
+of one host share the last axis, so `tensor`, which communicates in every layer, runs
+over the fastest links, and `pipe`, which sends one activation per microbatch, over the
+slowest. `context` is next to `tensor`: it gathers keys and values in every layer, a
+part of what `tensor` moves. `data` comes after `pipe`: it all-reduces all gradients,
+but only once a step. This is the order of MegaScale (arXiv 2402.15627) and of `jaxscale
+plan`.
 """
 
 import dataclasses
@@ -36,19 +36,21 @@ class MeshConfig:
     """
 
     pipe: int = 1
-    """Stages of a pipeline, parts of the stack of layers; -1 for all remaining
-    devices."""
+    """Pipeline-parallel stages; -1 for all remaining devices."""
     data: int = 1
-    """Copies of the model that each see other rows; -1 for the rest."""
+    """Data-parallel replicas of the model; -1 for all remaining devices."""
     fsdp: int = 1
-    """Shards of the parameters, which also see other rows; -1 for the rest."""
+    """FSDP shards of the parameters, also data-parallel; -1 for all remaining
+    devices."""
     context: int = 1
-    """Parts of each row in training, which see the keys and values of the others; -1
-    for the rest."""
+    """Context-parallel shards of each training sequence; -1 for all remaining
+    devices."""
     tensor: int = 1
-    """Shards of heads, hidden features and sequence; -1 for the rest."""
+    """Tensor-parallel shards of heads and hidden features, with sequence parallelism;
+    -1 for all remaining devices."""
     axis_type: Literal["auto", "explicit"] = "auto"
-    """Kind of the axes: the compiler propagates shardings, or types of arrays do."""
+    """Kind of `jax.sharding` axes: auto (the compiler propagates shardings) or explicit
+    (array types carry them)."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without devices."""

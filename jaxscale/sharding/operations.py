@@ -4,8 +4,9 @@ JAX has three kinds of mesh axes. On an *Auto* axis the compiler propagates shar
 and a constraint steers it. On an *Explicit* axis the sharding is part of the type: an
 operation whose result is ambiguous must be told it (``out_sharding``), which Auto axes
 reject. On a *Manual* axis, inside `jax.shard_map`, arrays are local and the rules say
-nothing: whoever writes the `shard_map` passes each device its rows of the batch and
-whole parameters, or makes the collectives that split parameters need. The functions
+nothing: whoever writes the `shard_map` passes each device its shard of the batch and
+    unsharded parameters, or calls the collectives that sharded parameters need. The
+    functions
 `constrain`, `contract` and `reshape`, `per_shard` in `shards` and `gather` in `lookup`
 choose by axis type, so that the same module runs under all three, and under meshes that
 mix them.
@@ -29,10 +30,10 @@ from pallas_kernels.partition import current_mesh
 def constrain(
     x: Shaped[Array, "..."], axes: Sequence[str | None], rules: AxisRules
 ) -> Shaped[Array, "..."]:
-    """`x` with its dimensions split as `rules` say for the logical `axes`.
+    """`x` with its dimensions sharded as `rules` say for the logical `axes`.
 
-    Auto axes get a sharding constraint, Explicit axes a reshard, Manual axes nothing,
-    and without a mesh `x` comes back as it is. A dimension that Auto axes do not divide
+    Auto axes get a sharding constraint, Explicit axes a reshard, Manual axes nothing;
+    without a mesh `x` is returned unchanged. A dimension that Auto axes do not divide
     (one token over two devices) is left to the compiler; Explicit axes must divide it.
 
     Args:
@@ -65,12 +66,12 @@ def contract(
     *,
     preferred_element_type: DTypeLike | None = None,
 ) -> Inexact[Array, "..."]:
-    """``einsum(subscripts, x, w)`` of an activation and a parameter.
+    """``einsum(subscripts, x, w)`` of an activation and a sharded parameter.
 
-    Mesh axes that split the batch only store the parameter (FSDP): `w` is gathered
-    over them first, and once more in the backward pass. A contraction over a dimension
-    that stays split (a row-parallel product) leaves partial sums: Explicit axes must
-    be told where the sum goes, Auto axes get a constraint.
+    Mesh axes that split the batch only store the parameter (FSDP): `w` is all-gathered
+    over them first, and again in the backward pass. A contraction over a dimension that
+    stays sharded (a row-parallel matmul) leaves partial sums: Explicit axes must be
+    told where the sum goes, Auto axes get a constraint.
 
     Args:
         subscripts: Terms of `jax.numpy.einsum`: two operands and the result, one letter
@@ -111,8 +112,8 @@ def contract(
         return out[..., :1, :] if twice else steer(out, auto)
 
     if _is_gathered(w, w_axes, rules):
-        # The backward pass gathers `w` again: kept from the forward pass, the whole
-        # parameters of all layers would lie on every device.
+        # The backward pass gathers `w` again: saved by the forward pass, the unsharded
+        # parameters of all layers would fill every device.
         product = jax.checkpoint(product)
     return product(x, w)
 
@@ -123,7 +124,7 @@ def reshape(
     out_axes: Sequence[str | None],
     rules: AxisRules,
 ) -> Shaped[Array, "..."]:
-    """``x.reshape(shape)`` split as `out_axes` say (splitting or merging of heads).
+    """``x.reshape(shape)`` sharded as `out_axes` say (to split or merge heads).
 
     Args:
         x: Any array.
@@ -158,11 +159,12 @@ def constrain_beside(
 def gather_storage_axes(
     w: Shaped[Array, "..."], w_axes: Sequence[str | None], rules: AxisRules
 ) -> Shaped[Array, "..."]:
-    """`w` split only over the mesh axes that its computation is split over."""
+    """`w` gathered over the mesh axes that only store it."""
     computed = rules.without(rules.mesh_axes(["batch"]), w_axes)
     if computed != rules:
         # Constraints hold for cotangents too: with this one the gradient leaves the
-        # backward pass split as the parameter, a reduce-scatter instead of a sum.
+        # backward pass sharded as the parameter, a reduce-scatter instead of an
+        # all-reduce.
         w = constrain(w, w_axes, rules)
     return constrain(w, w_axes, computed)
 
@@ -170,7 +172,7 @@ def gather_storage_axes(
 def _is_gathered(
     w: Shaped[Array, "..."], w_axes: Sequence[str | None], rules: AxisRules
 ) -> bool:
-    """Return whether one device computes with more than one shard of `w`."""
+    """Return whether a device computes with more than one shard of `w`."""
     mesh = current_mesh((w,))
     manual = set(mesh.manual_axes)
     stored = rules.mesh_axes(w_axes) & rules.mesh_axes(["batch"]) - manual
@@ -178,12 +180,12 @@ def _is_gathered(
 
 
 def _is_narrow_row(subscripts: str, x: Array, w: Array) -> bool:
-    """Whether XLA would store each term of a product of one row.
+    """Whether XLA would store each term of a matmul with a single row.
 
-    It makes a sum along columns of the product of a row and a weight [K, N]. For a
+    XLA turns the matmul of one row and a weight [K, N] into a sum over columns. For a
     narrow weight that is two kernels, with K N terms between them: 38 us for [4096,
-    2048] on an H200, where the matrix product of two rows takes 12. For wider, longer
-    and smaller ones it is one kernel, as fast as the product or faster.
+    2048] on an H200, where the matmul of two rows takes 12. For wider, longer and
+    smaller ones it is one kernel, as fast as the matmul or faster.
     """
     xs, ws, _, out = _terms(subscripts)
     if (len(ws), out) != (2, xs[:-1] + ws[1:]) or xs[-1] != ws[0] or x.ndim < 2:

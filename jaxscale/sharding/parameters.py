@@ -1,7 +1,7 @@
 """Parameters of NNX modules on a mesh: shardings, sharded creation, placement.
 
-A module is a pytree, so a tree of `NamedSharding` with the module's own structure says
-where every parameter lives. The logical axes come from the metadata that
+A module is a pytree, so a tree of `NamedSharding` with the module's structure says
+where every parameter is stored. The logical axes come from the metadata that
 `partitioned` leaves on each parameter.
 """
 
@@ -52,12 +52,12 @@ def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
 
 
 def kept_in[M](memory_kind: str, module: M) -> M:
-    """`module` with a note on each parameter of the memory that it is kept in.
+    """`module` with each parameter marked with the memory kind that stores it.
 
     `shardings` reads it. The arrays stay where they are.
 
     Args:
-        memory_kind: ``"device"``, or ``"pinned_host"`` for the memory of the host.
+        memory_kind: ``"device"``, or ``"pinned_host"`` for host memory.
         module: A module or a pytree as for `specs`.
 
     Example:
@@ -111,7 +111,7 @@ def specs[M](module: M, rules: AxisRules) -> M:
 def shardings[M](module: M, mesh: Mesh, rules: AxisRules) -> M:
     """A `NamedSharding` for each parameter of `module`, as a tree of its structure.
 
-    Its memory is that of the device, or what `kept_in` has noted.
+    The memory kind is that of the device, or what `kept_in` has marked.
 
     Args:
         module: A module, the abstract module that `jax.eval_shape` gives, or a pytree
@@ -145,7 +145,7 @@ def shardings[M](module: M, mesh: Mesh, rules: AxisRules) -> M:
 
 
 def create[M](init: Callable[[], M], mesh: Mesh, rules: AxisRules) -> M:
-    """The module that `init` makes, each device computing only its own shards.
+    """The module that `init` makes; each device initializes only its own shards.
 
     Args:
         init: Makes the module, for example ``lambda: Decoder(config, rngs=rngs)``.
@@ -162,8 +162,8 @@ def place[M](module: M, mesh: Mesh, rules: AxisRules) -> M:
 
     Args:
         module: An NNX module, or a tree with its parameters.
-        mesh: Where to.
-        rules: Say over which mesh axes each logical axis is split.
+        mesh: The target devices.
+        rules: Mesh axes of each logical axis.
 
     Example:
         >>> from flax import nnx

@@ -1,21 +1,21 @@
-"""Runs the schedule of a pipeline inside a Manual region; it knows no model.
+"""Run a pipeline schedule inside a Manual region, for any model.
 
-One `jax.lax.scan` for each phase of the schedule goes over its ticks, whose rows of
-integers say what each stage does (`jaxscale.sharding.schedule_table` tells the order of
-a tick). Stages without work compute on zeros: in lock step that costs no time, so no
-layer stands in a conditional, and no collective runs on only some devices.
+One `jax.lax.scan` per phase of the schedule loops over its ticks, whose rows of
+integers say what each stage does (`jaxscale.sharding.schedule_table` describes a tick).
+Idle stages compute on zeros: in lock step that costs no time, so no layer is inside a
+conditional, and no collective runs on only some devices.
 
 The backward pass is `jax.vjp` inside a tick, layer by layer. Nothing differentiates
-through a loop, so that what the stash holds is all the memory, however many
-microbatches come; a layer writes what it keeps into the stash and adds its gradient to
-those of the other microbatches, and no array of all layers is made in between.
+through a loop, so activation memory is the stash alone, however many microbatches there
+are; a layer writes its residuals into the stash and accumulates its gradient in place,
+without a temporary array of all layers.
 
-XLA reads the parameters of a layer in place where a loop over layers counts to it. With
-several chunks a table says which one a stage computes with, and each layer is copied
-for each of its passes. To copy a chunk once, where a stage changes over to it, gains
-nothing: the stage behind changes over a tick later, when the late activation comes.
+XLA reads the parameters of a layer in place if a loop counter selects it. With several
+chunks a table selects the chunk, and each layer is copied for each of its passes.
+Copying a chunk once, when a stage switches to it, would gain nothing: the next stage
+switches a tick later, when the late activation arrives.
 
-Legend: p stages, v chunks a stage, k layers a chunk, m microbatches.
+Legend: p stages, v chunks per stage, k layers per chunk, m microbatches.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ from jaxscale.sharding.schedule_table import Phase, PipelineSchedule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineProgram:
-    """What the stages compute. All devices call each function in the same ticks.
+    """The functions that stages run. All devices call each function in the same ticks.
 
-    `ends` are the parameters outside of the chunks; their gradients are the same on all
-    stages, or those of the part that a stage holds.
+    `ends` are the parameters outside of the chunks (embedding, head); their gradients
+    are the same on all stages, or those of the shard that a stage holds.
     """
 
     embed: Callable[[Any, Array], Array]
@@ -44,24 +44,23 @@ class PipelineProgram:
     layer: Callable[[Any, Array, Array, Array, Array], Array]
     """``layer(params, x, microbatch, c, i)``: the output of layer i of chunk c."""
     loss: Callable[[Any, Array, Array], tuple[Array, Any]]
-    """``loss(ends, y, microbatch)``: the loss of an output, and sums to add up."""
+    """``loss(ends, y, microbatch)``: the loss of an output, and metrics to add up."""
     activation: Callable[[tuple[int, ...]], Array]
-    """``activation(leading)``: zeros with the shape and the placement of `x`, behind
+    """``activation(leading)``: zeros with the shape and the sharding of `x`, after
     leading dimensions."""
     reduce: Callable[[Any], Any] = lambda grads: grads
-    """Applied to the gradient of a layer, before it is added to those of the other
-    microbatches."""
+    """Applied to the gradient of a layer before it is accumulated."""
     axis: str = "pipe"
     """The Manual mesh axis of the stages."""
 
 
 class _Carry(NamedTuple):
-    """What goes from tick to tick."""
+    """The loop state, from tick to tick."""
 
     y: Any
     """Output of the forward pass of the last tick."""
     dx: Any
-    """Gradient from the stage behind, sent in the last tick."""
+    """Gradient from the next stage, sent in the last tick."""
     dy: Any
     """Gradient of the output whose loss was computed in the last tick."""
     stash: Any
@@ -77,7 +76,7 @@ class _Carry(NamedTuple):
 def run_schedule(
     schedule: PipelineSchedule, program: PipelineProgram, chunks: Any, ends: Any
 ) -> tuple[Any, Any, Any]:
-    """The sums of all microbatches, and the gradients of a stage.
+    """The summed loss and metrics of all microbatches, and the gradients of a stage.
 
     Runs inside a `jax.shard_map` that is Manual over ``program.axis`` and has
     ``check_vma=False``.
@@ -90,7 +89,7 @@ def run_schedule(
 
     Returns:
         The sums, and the gradients of `chunks` and of `ends` in fp32, summed over
-        microbatches. Over the mesh axes of the rows nothing is summed.
+        microbatches, but not over data-parallel mesh axes.
     """
     runner = _Runner(schedule=schedule, program=program, chunks=chunks, ends=ends)
     carry = runner.run(gradients=True)
@@ -100,10 +99,10 @@ def run_schedule(
 def run_forward(
     schedule: PipelineSchedule, program: PipelineProgram, chunks: Any, ends: Any
 ) -> tuple[Float[Array, ""], Any]:
-    """The loss of all microbatches and their sums, by a table of forward passes.
+    """The loss of all microbatches and their metrics, by a table of forward passes.
 
-    Differentiated by `jax.grad` inside the region it is GPipe: the loop then keeps what
-    each tick needs, of all microbatches. Arguments are as for `run_schedule`.
+    Differentiated by `jax.grad` inside the region it is GPipe: the loop then saves the
+    activations of all microbatches. Arguments are as for `run_schedule`.
     """
     runner = _Runner(schedule=schedule, program=program, chunks=chunks, ends=ends)
     carry = runner.run(gradients=False)
@@ -123,7 +122,7 @@ class _Runner:
         return jax.lax.axis_index(self.program.axis)
 
     def run(self, *, gradients: bool) -> _Carry:
-        """All ticks, phase by phase."""
+        """Run all ticks, phase by phase."""
         carry = self._start(gradients=gradients)
         for phase in self.schedule.phases():
             ticks = slice(phase.start, phase.stop)
@@ -192,7 +191,7 @@ class _Runner:
     def _tick(self, carry: _Carry, row: dict[str, Array], phase: Phase) -> _Carry:
         p = self.schedule.stages
         onward = [(i, (i + 1) % p) for i in range(p)]
-        # On its way while backward passes and the loss run.
+        # The transfer overlaps with backward passes and the loss.
         arrived = jax.lax.ppermute(carry.y, self.program.axis, onward)
         dx = carry.dx
         if phase.backward:
@@ -222,7 +221,7 @@ class _Runner:
         dx, grads = jax.lax.fori_loop(
             0, self.layers, backward_of, (dy, carry.chunk_grads)
         )
-        # Both have long to travel: one while this pass runs, one during the next.
+        # Both transfers have time: one overlaps with this pass, one with the next.
         arrived, dx = jax.lax.optimization_barrier((arrived, jnp.where(on, dx, 0)))
 
         def add(end_grads: Any) -> Any:
@@ -235,12 +234,12 @@ class _Runner:
         flags = self._table()["b_first"][phase.start : phase.stop] >= 0
         end_grads = _where_on(flags, row["b_first"], add, lambda x: x, carry.end_grads)
         backward = [(i, (i - 1) % p) for i in range(p)]
-        # Needed in the next tick: on its way while loss and forward passes run.
+        # Needed in the next tick: the transfer overlaps with loss and forward passes.
         sent = jax.lax.ppermute(dx, program.axis, backward)
         return arrived, sent, carry._replace(chunk_grads=grads, end_grads=end_grads)
 
     def _run_loss(self, carry: _Carry, row: dict[str, Array], phase: Phase) -> _Carry:
-        """Keep the last stage's output, and compute the loss of one that is kept."""
+        """Keep the last stage's output, and compute the loss of a kept one."""
         at, made = jnp.maximum(row["out_slot"], 0), row["out_slot"] >= 0
         kept = jnp.where(made, carry.y, _at(carry.outputs, at))
         outputs = _put(carry.outputs, kept, at)
@@ -314,7 +313,7 @@ class _Runner:
     def _forward(
         self, layer: Any, x: Array, mb: Array, c: Array, i: Array
     ) -> tuple[Array, Any]:
-        """The output of a layer, and what its backward pass needs besides `layer`."""
+        """The output of a layer, and its residuals other than `layer`."""
         y, pull = jax.vjp(lambda b, x: self.program.layer(b, x, mb, c, i), layer, x)
         ours = {id(leaf) for leaf in jax.tree.leaves(layer)}
         return y, [leaf for leaf in jax.tree.leaves(pull) if id(leaf) not in ours]
@@ -322,7 +321,7 @@ class _Runner:
     def _pullback(
         self, layer: Any, kept: Any, mb: Array, c: Array, i: Array
     ) -> Callable[[Array], Any]:
-        """The derivative of a layer whose forward pass kept what `_forward` says."""
+        """The VJP of a layer from the residuals that `_forward` returned."""
         program = self.program
         # A derivative is a pytree: an abstract evaluation gives its structure, the
         # parameters stand in their places and the rest is what was kept.
@@ -341,7 +340,7 @@ class _Runner:
 
     @property
     def layers(self) -> int:
-        """Layers of a chunk, k."""
+        """Layers per chunk, k."""
         return jax.tree.leaves(self.chunks)[0].shape[1]
 
     def _chunk(self, c: Int[Array, ""]) -> Any:
@@ -362,7 +361,7 @@ class _Runner:
         return [jnp.maximum(x, 0) for x in entry], entry[0] >= 0
 
     def _from_stage(self, x: Array, stage: int) -> Array:
-        """`x` of one stage, on all of them."""
+        """Broadcast `x` from one stage to all."""
         x = jnp.where(self.stage == stage, x, 0)
         return sum_for_all(x, (self.program.axis,))
 

@@ -3,7 +3,7 @@
 Every parameter and activation names its axes by what they mean (``"embed"``,
 ``"heads"``, ``"batch"``). One `AxisRules` table per recipe says which mesh axis each
 name is split over. Modules hold the table as a static attribute, so a jitted function
-is traced again when the recipe changes and nothing depends on hidden global state.
+is retraced when the recipe changes, and nothing depends on hidden global state.
 `jaxscale.sharding.operations` acts on it.
 """
 
@@ -29,11 +29,11 @@ class AxisRules:
     """
 
     rounds: MeshAxes = None
-    """Parameters: the chunks of the stack that each stage of a pipeline holds."""
+    """Parameters: the chunks that each pipeline stage holds."""
     layers: MeshAxes = None
-    """Parameters: the stack of identical blocks; the stages of a pipeline."""
+    """Parameters: the stack of identical blocks, split over pipeline stages."""
     places: MeshAxes = None
-    """Parameters: the blocks of a chunk."""
+    """Parameters: the blocks within a chunk."""
     vocab: MeshAxes = None
     """Parameters: rows of the embedding table, columns of the output projection."""
     embed: MeshAxes = None
@@ -47,12 +47,14 @@ class AxisRules:
     norm: MeshAxes = None
     """Parameters: scales and biases of normalization layers."""
     batch: MeshAxes = None
-    """Activations: rows of the batch."""
+    """Activations: the batch dimension."""
     context: MeshAxes = None
-    """Activations: tokens of a row, in all layers of a training step. Each device has
-    two pieces of a row, and gathers keys and values."""
+    """Activations: tokens of a sequence, in all layers of a training step (context
+    parallelism). Each device has two pieces of a sequence, and gathers keys and
+    values."""
     tokens: MeshAxes = None
-    """Activations: tokens of a row, between the tensor-parallel regions."""
+    """Activations: tokens of a sequence, between the tensor-parallel regions (sequence
+    parallelism)."""
     act_embed: MeshAxes = None
     """Activations: the model dimension."""
     act_heads: MeshAxes = None
@@ -76,7 +78,7 @@ class AxisRules:
                 )
 
     def spec(self, *axes: str | None) -> PartitionSpec:
-        """The partition of an array whose dimensions are the named logical `axes`.
+        """The `PartitionSpec` of an array whose dimensions are the logical `axes`.
 
         Raises:
             ValueError: a name is unknown, or two dimensions claim one mesh axis.
@@ -103,9 +105,9 @@ class AxisRules:
 
     @property
     def placing(self) -> frozenset[str]:
-        """The mesh axes that arrays are placed over, which a mesh must have.
+        """The mesh axes that arrays are sharded over, which a mesh must have.
 
-        A mesh may lack that of `context`, for which only a training step asks.
+        A mesh may lack the axis of `context`, which only a training step uses.
         """
         return dataclasses.replace(self, context=None).mesh_axes()
 
@@ -129,7 +131,7 @@ class AxisRules:
         )
 
     def only(self, mesh_axes: Iterable[str]) -> "AxisRules":
-        """The table that splits nothing over other mesh axes than these.
+        """The table that splits over these mesh axes only.
 
         Example:
             >>> fsdp_tp().only({"data", "tensor"}).spec("batch", "embed", "mlp")
@@ -153,14 +155,14 @@ class AxisRules:
 _NAMES = frozenset(field.name for field in dataclasses.fields(AxisRules))
 
 STACK_AXES = ("rounds", "layers", "places")
-"""Logical axes of a stack of layers that is stored for the stages of a pipeline."""
+"""Logical axes of a stack of layers that is stored by pipeline stages."""
 
 REPLICATED = AxisRules()
 """Rules that split no axis: one device, or full copies everywhere."""
 
 
 def dp() -> AxisRules:
-    """Data parallelism: rows are split, parameters are copied."""
+    """Data parallelism: the batch is split, parameters are replicated."""
     return AxisRules(batch=("data", "fsdp"), context="context")
 
 
@@ -177,7 +179,7 @@ def fsdp() -> AxisRules:
 def fsdp_tp() -> AxisRules:
     """`fsdp` plus Megatron tensor and sequence parallelism over `tensor`.
 
-    Between the tensor-parallel regions the tokens of a row are split over `tensor`
+    Between the tensor-parallel regions the tokens of a sequence are split over `tensor`
     (sequence parallelism, arXiv 2205.05198), inside them heads and hidden features.
     """
     return AxisRules(
@@ -200,9 +202,9 @@ def megascale_3d() -> AxisRules:
     """MegaScale's 3-D parallelism: `fsdp_tp` with the layers split over `pipe`.
 
     The vocabulary is split over `pipe` too, so that all stages share the work of
-    embedding and output projection. `jaxscale.training.pipelined` computes the stages
-    at the same time. In other programs every device computes every layer, with weights
-    that the compiler fetches.
+    embedding and output projection. `jaxscale.training.pipelined` runs the stages as a
+    pipeline. In other programs every device computes every layer, with weights that the
+    compiler gathers.
     """
     return dataclasses.replace(fsdp_tp(), layers="pipe", vocab=("pipe", "tensor"))
 
@@ -232,7 +234,7 @@ def preset(name: str) -> AxisRules:
 
 
 def check_axes(*axes: str | None) -> None:
-    """Raise where a logical axis is none of the fields of `AxisRules`."""
+    """Raise if a logical axis is not a field of `AxisRules`."""
     for axis in axes:
         if axis is not None and axis not in _NAMES:
             raise ValueError(
@@ -241,7 +243,7 @@ def check_axes(*axes: str | None) -> None:
 
 
 def require_axes(names: Iterable[str], mesh_axes: Sequence[str]) -> None:
-    """Raise where the rules name mesh axes that the mesh lacks."""
+    """Raise if the rules name mesh axes that the mesh lacks."""
     for name in names:
         if name not in mesh_axes:
             raise ValueError(

@@ -20,11 +20,11 @@ from jaxscale.sharding.schedule_table import COLUMNS, PipelineSchedule
 
 type Kind = Literal["1f1b", "gpipe", "forward"]
 
-_MOST_CELLS = 2**20  # a table of a million cells is played in some seconds
+_MOST_CELLS = 2**20  # a table of a million cells is simulated in some seconds
 
 
 def bubble_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
-    r"""The part of the time in which a stage waits, by theory.
+    r"""The theoretical bubble: the fraction of time in which a stage is idle.
 
     .. math:: \frac{p - 1}{v m + p - 1}
 
@@ -32,8 +32,8 @@ def bubble_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
 
     Args:
         stages: Stages of the pipeline, p.
-        microbatches: Parts of the batch, m.
-        chunks: Parts of the layers that each stage holds, v.
+        microbatches: Microbatches per batch, m.
+        chunks: Model chunks per stage (virtual stages), v.
 
     Example:
         >>> bubble_fraction(4, 8), bubble_fraction(4, 8, chunks=4)
@@ -43,10 +43,9 @@ def bubble_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
 
 
 def stash_size(stages: int, microbatches: int, chunks: int = 1) -> int:
-    """Inputs of chunks that a stage has room for under 1F1B, interleaved or not.
+    """Slots for chunk inputs that a stage needs under 1F1B, interleaved or not.
 
-    Where those of all microbatches are kept, there is room for one more: a stage
-    without work writes, too.
+    If all microbatches are kept, there is one slot more, since idle stages write too.
 
     Example:
         >>> stash_size(4, 100), stash_size(4, 100, chunks=2)
@@ -61,21 +60,22 @@ def stash_size(stages: int, microbatches: int, chunks: int = 1) -> int:
 def pipeline_schedule(
     stages: int, microbatches: int, chunks: int = 1, kind: Kind = "1f1b"
 ) -> PipelineSchedule:
-    """A schedule, played and found right.
+    """A schedule, verified by simulation.
 
-    The kinds differ in when backward passes begin. All are the fastest of their kind:
-    the time is ``(m v + p - 1) / v`` forward and backward passes of a stage.
+    The kinds differ in when backward passes begin. Each takes the minimal time, ``(m v
+    + p - 1) / v`` forward and backward passes of a stage.
 
     - ``1f1b``: at once. A stage keeps at most 2 p inputs, or (v + 1) p of the chunks'
       inputs where it has several (interleaved 1F1B), however many microbatches come.
-    - ``gpipe``: after all forward passes, so that all inputs are kept, and one more
-      slot is written to without work: for comparison.
-    - ``forward``: never; for evaluation.
+    - ``gpipe``: after all forward passes, so all inputs are kept, and idle stages write
+      to one more slot; for comparison.
+    - ``forward``: never, for evaluation.
 
     Args:
         stages: Stages, p.
-        microbatches: Parts of the batch, m; a multiple of `stages` for several chunks.
-        chunks: Parts of the layers that each stage holds, v.
+        microbatches: Microbatches per batch, m; a multiple of `stages` for several
+            chunks.
+        chunks: Model chunks per stage (virtual stages), v.
         kind: Which schedule.
 
     Raises:
@@ -125,7 +125,7 @@ def pipeline_schedule(
 
 
 def check_schedule(stages: int, microbatches: int, chunks: int = 1) -> None:
-    """Raise where there is no schedule for these sizes, with what would fit."""
+    """Raise if no schedule has these sizes; the message says what would fit."""
     sizes = SimpleNamespace(stages=stages, microbatches=microbatches, chunks=chunks)
     check_integers(sizes, 1, "stages", "microbatches", "chunks")
     if chunks > 1 and microbatches % stages:
@@ -148,20 +148,20 @@ def check_schedule(stages: int, microbatches: int, chunks: int = 1) -> None:
 def place_layers(num_layers: int, stages: int, chunks: int = 1) -> np.ndarray:
     """The layers of each chunk of each stage.
 
-    They go around the stages in order. Where they do not divide, the first chunks have
-    one more than the last. All stages run one program, so a chunk takes the time of
-    the largest one, and a place without a layer is passed through.
+    Chunks are assigned to the stages round-robin. If the layers do not divide evenly,
+    the first chunks have one more than the last. All stages run one program, so every
+    chunk takes the time of the largest, and empty places pass their input through.
 
     Args:
         num_layers: Layers of the model.
         stages: Stages of the pipeline.
-        chunks: Parts of the layers that each stage holds.
+        chunks: Model chunks per stage (virtual stages).
 
     Returns:
-        [chunks, stages, places] Numbers of layers; -1 is a place without one.
+        [chunks, stages, places] Layer numbers; -1 is an empty place.
 
     Raises:
-        ValueError: there are more parts than layers.
+        ValueError: there are more chunks than layers.
 
     Example:
         >>> place_layers(6, 2, chunks=2).tolist()
@@ -196,9 +196,9 @@ def _order(p: int, m: int, v: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _slots(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Slots for things that are kept from `begin` to before `end`.
+    """Assign slots to items that are kept from `begin` to before `end`.
 
-    A slot that is free at a tick is taken at that tick, the lowest first.
+    Each item takes the lowest slot that is free at its tick.
     """
     slots = np.empty(len(begin), np.int32)
     free: list[int] = []
@@ -216,7 +216,7 @@ def _slots(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def _give_slots(table: dict[str, np.ndarray], p: int) -> None:
-    """Slots for the inputs: each from its forward to its backward pass.
+    """Assign slots to the inputs, each from its forward to its backward pass.
 
     The backward pass of a tick runs first and leaves its slot to the forward pass.
     """

@@ -23,7 +23,7 @@ def draw(schedule: PipelineSchedule, *, width: int | None = None) -> str:
 
     Args:
         schedule: The schedule.
-        width: Most columns of text; what does not fit is counted. None draws all.
+        width: Maximum columns of text; the rest is counted. None draws all.
 
     Example:
         >>> from jaxscale.sharding import pipeline_schedule
@@ -60,7 +60,7 @@ def draw(schedule: PipelineSchedule, *, width: int | None = None) -> str:
 
 
 def describe(schedule: PipelineSchedule) -> str:
-    """A line on what the schedule costs: its time, its bubble and its memory.
+    """One line on the cost of the schedule: time, bubble and memory.
 
     Example:
         >>> from jaxscale.sharding import pipeline_schedule
@@ -77,7 +77,7 @@ def describe(schedule: PipelineSchedule) -> str:
 
 
 def svg(schedule: PipelineSchedule) -> str:
-    """The schedule as an SVG picture over time, for a browser.
+    """The schedule over time, as an SVG picture.
 
     A tick is as long as what runs in it; a backward pass takes two forward passes.
     Forward passes are blue, backward passes green, darker in later chunks; idle stages
@@ -122,7 +122,7 @@ def svg(schedule: PipelineSchedule) -> str:
 
 
 def _times(schedule: PipelineSchedule) -> Iterator[tuple[int, int, int, int]]:
-    """Tick, its start, and the times of its backward and forward passes."""
+    """Each tick with its start and the times of its backward and forward passes."""
     now = 0
     for tick in range(schedule.num_ticks):
         backward = _BACKWARD * bool((schedule.b_mb[tick] >= 0).any())

@@ -1,18 +1,18 @@
-"""A pipeline schedule as a table of integers, which is played to check it.
+"""A pipeline schedule as a table of integers, verified by simulation.
 
-A pipeline cuts the layers into `chunks` parts for each of its `stages`: chunk c of
-stage s is part ``c * stages + s`` of the model, so an activation goes around the stages
-once a chunk. The batch is cut into microbatches. In a *tick* every stage runs at most
-one backward pass and then one forward pass of a chunk; a table says which. All stages
-go from tick to tick together, so one loop over the rows of the table, inside one
-program, is the pipeline.
+A pipeline splits the layers into `chunks` parts per stage: chunk c of stage s is part
+``c * stages + s`` of the model, so an activation visits all stages once per chunk. The
+batch is split into microbatches. In a *tick* every stage runs at most one backward pass
+and then one forward pass of a chunk; the table says which. All stages advance tick by
+tick together, so the pipeline is one loop over the rows of the table, inside one
+program.
 
-What happens in a tick, in this order:
+A tick, in this order:
 
-1. The activations that the forward passes of the last tick made start on their way to
-   the next stage, which uses them in this tick. Backward passes run meanwhile.
-2. Their gradients start on their way to the stage before, which uses them in the next
-   tick. Loss and forward passes run meanwhile.
+1. The activations of the last tick's forward passes are sent to the next stage, which
+  uses them in this tick, while backward passes run.
+2. The gradients of these backward passes are sent to the previous stage, which uses
+  them in the next tick, while loss and forward passes run.
 3. The output that the last stage made in the last tick is kept in a slot; the loss of
    one kept output is computed, by all stages together.
 4. Forward passes run; each keeps its input in a slot until its backward pass.
@@ -35,8 +35,8 @@ from jaxscale.checks import check_integers
 class PipelineSchedule:
     """What each stage does in each tick; -1 is nothing.
 
-    `pipeline_schedule` makes the usual ones. One of your own is checked like them: a
-    table whose parts do not fit each other cannot be made.
+    `pipeline_schedule` makes the usual ones. A custom table is verified in the same way
+    when it is constructed.
 
     Example:
         >>> from jaxscale.sharding import pipeline_schedule
@@ -52,9 +52,9 @@ class PipelineSchedule:
     stages: int
     """Stages, p."""
     microbatches: int
-    """Parts of the batch, m."""
+    """Microbatches per batch, m."""
     chunks: int
-    """Parts of the layers that each stage holds, v."""
+    """Model chunks per stage (virtual stages), v."""
     f_mb: np.ndarray
     """[ticks, stages] The microbatch whose forward pass runs."""
     f_chunk: np.ndarray
@@ -99,14 +99,14 @@ class PipelineSchedule:
 
     @property
     def num_ticks(self) -> int:
-        """Rows of the table."""
+        """Number of rows of the table."""
         return len(self.loss_mb)
 
     @functools.cached_property
     def f_put(self) -> np.ndarray:
-        """[ticks, stages] `f_slot`, and without work a slot that holds nothing then.
+        """[ticks, stages] `f_slot`; for idle stages, a slot that is free then.
 
-        So that a stage may write in every tick, and nothing has to be kept from it.
+        With it a stage writes in every tick, without a condition.
         """
         put = self.f_slot.copy()
         for s in range(self.stages):
@@ -121,29 +121,29 @@ class PipelineSchedule:
 
     @property
     def num_slots(self) -> int:
-        """Slots for inputs of chunks that each stage needs, those of `f_put`."""
+        """Number of slots for chunk inputs per stage, including those of `f_put`."""
         kept = (self.f_slot >= 0).any()
         ticks = (self.f_mb >= 0).any(1) & kept
         return int(self.f_put[ticks].max(initial=-1)) + 1
 
     @property
     def num_out_slots(self) -> int:
-        """Slots for outputs of the last stage that wait for their loss."""
+        """Number of slots for outputs of the last stage that wait for their loss."""
         return int(self.out_slot.max(initial=-1)) + 1
 
     @property
     def op_ticks(self) -> tuple[int, int]:
         """Ticks with a forward pass and ticks with a backward pass, on any stage.
 
-        In lock step the time is the first times that of a chunk's forward pass plus
-        the second times that of its backward pass.
+        In lock step, the total time is the first times a chunk's forward pass plus the
+        second times its backward pass.
         """
         forward, backward = (self.f_mb >= 0).any(1), (self.b_mb >= 0).any(1)
         return int(forward.sum()), int(backward.sum())
 
     @property
     def bubble(self) -> float:
-        """The part of the time in which a stage waits, counted in the table."""
+        """The bubble of this table: the fraction of time in which a stage is idle."""
         ticks, work = self.op_ticks, self.microbatches * self.chunks
         # A backward pass costs two forward passes; where the two numbers are equal, as
         # in all tables made here, the weights do not matter.
@@ -152,7 +152,7 @@ class PipelineSchedule:
         return 1 - sum(weights) * work / time
 
     def phases(self) -> "Iterator[Phase]":
-        """Runs of ticks that have the same operations, for a loop over each."""
+        """Ranges of ticks with the same operations, each for one loop."""
         flags = np.stack([(self.f_mb >= 0).any(1), (self.b_mb >= 0).any(1)], 1)
         changes = np.flatnonzero((flags[1:] != flags[:-1]).any(1)) + 1
         bounds = [0, *changes.tolist(), self.num_ticks]
@@ -191,7 +191,7 @@ COLUMNS: Mapping[str, bool] = {
 
 
 def _play(table: PipelineSchedule) -> tuple[int, ...]:
-    """Play the table and raise where something is missing when it is needed.
+    """Simulate the table, and raise if an input is missing when it is needed.
 
     Returns:
         The most inputs that each stage keeps at one time.
@@ -204,7 +204,7 @@ def _play(table: PipelineSchedule) -> tuple[int, ...]:
 
 
 class _Player:
-    """The stages of a pipeline, which pass on names instead of arrays."""
+    """A simulation of the stages, which pass on names instead of arrays."""
 
     def __init__(self, table: PipelineSchedule) -> None:
         self.table = table

@@ -1,8 +1,8 @@
-"""Functions that each device runs on its own shards: kernels, and collectives.
+"""Run functions on each device's own shards: kernels and collectives.
 
 `pallas_kernels.partition` does the same for one op on Explicit axes, by the types of
-its operands; it knows no rules, and so nothing of Auto axes and of parameters that are
-only stored over the axes of the batch.
+its operands; it has no rules, and so cannot treat Auto axes or parameters that are only
+stored over the axes of the batch (FSDP).
 """
 
 import dataclasses
@@ -27,24 +27,25 @@ def per_shard[Result](
     *,
     parameters: Sequence[int] = (),
 ) -> Callable[..., Result]:
-    """`fn` run by each device on its own shards, for work that no split axis couples.
+    """Run `fn` on each device's own shards, for work that no split axis couples.
 
-    Attention is independent over rows and heads, and a Pallas kernel cannot be split
-    by the compiler: both run under `jax.shard_map` over the Auto and Explicit axes of
-    the mesh. Without a mesh, or where no axis splits anything, `fn` runs as it is. Auto
+    Attention is independent over sequences and heads, and the compiler cannot partition
+    a Pallas kernel: both run under `jax.shard_map` over the Auto and Explicit axes of
+    the mesh. Without a mesh, or if no axis splits anything, `fn` runs as it is. Auto
     axes that do not divide one of the dimensions are left out for all arguments.
 
     Args:
         fn: Function of arrays, or of pytrees of them, that returns a tuple.
-        in_axes: Logical axes of each argument; of a pytree, one with axes in the place
-            of its arrays.
+        in_axes: Logical axes of each argument; for a pytree, a tree with axes in place
+            of the arrays.
         out_axes: Logical axes of each result, in the same way.
         rules: Mesh axes of each logical axis.
-        parameters: Which arguments are parameters. Over the axes that split the batch
-            they are only stored: `fn` gets them gathered.
+        parameters: Which arguments are parameters. Axes that split the batch only store
+            them (FSDP): `fn` gets them all-gathered.
 
     Returns:
-        A function of the same arguments, whole arrays, that gives the whole results.
+        A function of the same arguments, global arrays, that returns the global
+        results.
 
     Raises:
         ValueError: as `constrain`, or an enclosing `jax.shard_map` over only some of
@@ -70,17 +71,16 @@ def per_shard[Result](
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shards:
-    """The specs by which a `jax.shard_map` over all but the Manual axes cuts arguments.
+    """The specs of a `jax.shard_map` over all axes that are not Manual yet.
 
-    `per_shard` is this without knowledge of the axes; a function that communicates asks
-    `names` over which axes a dimension is split.
+    `per_shard` uses it for functions that do not communicate; a function that does asks
+    `names` which axes split a dimension.
     """
 
     mesh: AbstractMesh
     """Mesh of the context, or that of the arguments."""
     free: frozenset[str]
-    """The mesh axes that are not Manual yet; empty where none of them splits anything.
-    """
+    """The mesh axes that are not Manual yet; empty if none of them splits anything."""
     divided: frozenset[str]
     """The free axes that divide every dimension which the rules split over them."""
     in_axes: tuple[Any, ...]
@@ -92,7 +92,7 @@ class Shards:
     def of(
         cls, args: Sequence[Any], in_axes: Sequence[Any], rules: AxisRules
     ) -> "Shards":
-        """Return how `args` are cut, arrays or pytrees of them."""
+        """Return how `args`, arrays or pytrees, are split."""
         in_axes = tuple(in_axes)
         leaves, tree = jax.tree.flatten(tuple(args))
         mesh = current_mesh(leaves)
@@ -118,7 +118,7 @@ class Shards:
 
     @property
     def devices(self) -> int:
-        """Number of devices among which arguments may be split."""
+        """Number of devices that arguments may be split over."""
         return math.prod(self.mesh.shape[name] for name in self.free)
 
     def names(self, axis: str | None) -> tuple[str, ...]:
@@ -127,17 +127,17 @@ class Shards:
         return tuple(n for n in as_tuple(entry) if n in self.divided)
 
     def splits(self, axis: str | None) -> bool:
-        """True where several devices share the work along the logical `axis`."""
+        """True if several devices share the work along the logical `axis`."""
         names = set(self.names(axis)) - self.storing
         return any(self.mesh.shape[name] > 1 for name in names)
 
     @property
     def storing(self) -> frozenset[str]:
-        """The mesh axes that split the batch, over which parameters are only stored."""
+        """The mesh axes that split the batch, and only store parameters (FSDP)."""
         return self.rules.mesh_axes(["batch"])
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
-        """The partition of an array with these logical `axes`."""
+        """The `PartitionSpec` of an array with these logical `axes`."""
         entries = [self.names(axis) for axis in axes]
         if entries:
             # A gradient is summed over axes that its array does not name, those of one
@@ -184,12 +184,12 @@ class Shards:
         parameters: Sequence[int] = (),
         storing: frozenset[str] | None = None,
     ) -> Callable[..., Result]:
-        """`fn` run by each device on its shards, or `fn` itself where nothing is split.
+        """`fn` under `jax.shard_map`, or `fn` itself if nothing is split.
 
         Args:
             fn: Function of arguments that `place` has split; it returns a tuple.
             out_axes: Logical axes of each result.
-            parameters: Which arguments, single arrays, `fn` gets gathered.
+            parameters: Which arguments, single arrays, `fn` gets all-gathered.
             storing: Mesh axes to gather them over; None is `self.storing`.
         """
         if not self.free:
@@ -209,7 +209,7 @@ class Shards:
         return jax.jit(mapped, inline=True)
 
     def _specs(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The partitions of a tree with logical axes in the place of its arrays."""
+        """The `PartitionSpec`s of a tree with logical axes in place of arrays."""
         return jax.tree.map(self.spec, axes, is_leaf=_are_axes)
 
     def _gathering[Result](
@@ -218,7 +218,7 @@ class Shards:
         parameters: Mapping[int, Sequence[str | None]],
         storing: frozenset[str],
     ) -> Callable[..., Result]:
-        """`fn`, called with `parameters` whole over the mesh axes `storing`."""
+        """`fn`, called with `parameters` all-gathered over the mesh axes `storing`."""
 
         def storage(axis: str | None) -> tuple[str, ...]:
             names, sizes = self.names(axis), self.mesh.shape
@@ -240,8 +240,8 @@ class Shards:
             return fn(*whole)
 
         def saveable(primitive: Any, *_: Any, **params: Any) -> bool:
-            # The backward pass gathers them again: kept from the forward pass, the
-            # whole parameters of all layers would lie on every device.
+            # The backward pass gathers them again: saved by the forward pass, the
+            # unsharded parameters of all layers would fill every device.
             axes = as_tuple(params.get("axis_name", ()))
             return primitive.name != "all_gather" or all_names.isdisjoint(axes)
 

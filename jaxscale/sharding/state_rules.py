@@ -1,4 +1,4 @@
-"""Tables of rules for the parts of a training state, which ZeRO tells apart."""
+"""Sharding rules for the parts of a training state, by ZeRO stage."""
 
 import dataclasses
 import itertools
@@ -11,18 +11,18 @@ from jaxscale.sharding.rules import AxisRules, as_tuple
 
 
 type Zero = Literal[1, 2, 3]
-"""What the axis `fsdp` splits during a step: moments alone, gradients too, or
-parameters too."""
+"""ZeRO stage: `fsdp` shards optimizer state (1), gradients too (2), or parameters too
+(3) during a step."""
 
 _AXES = ("vocab", "embed", "heads", "kv_heads", "mlp", "norm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateRules:
-    """The tables by which parameters, gradients and moments are split.
+    """The sharding rules of parameters, gradients and optimizer state.
 
-    They differ in the mesh axes that see other rows, over which whole copies are not
-    needed all the time. `zero` makes the usual ones from one table.
+    They differ in the data-parallel mesh axes, over which full copies are not needed
+    all the time. `zero` makes the usual ones from one table.
 
     Example:
         >>> from jaxscale.sharding import fsdp
@@ -37,12 +37,12 @@ class StateRules:
     parameters: AxisRules
     """Parameters between steps."""
     computed: AxisRules
-    """Parameters during a step: what splits them there is gathered at each use, what
-    splits them between steps alone is gathered once a step."""
+    """Parameters during a step: axes that split them here are gathered at each use,
+    axes that split them only between steps once a step."""
     gradients: AxisRules
-    """Gradients while microbatches are added up."""
+    """Gradients during gradient accumulation."""
     moments: AxisRules
-    """Moments between steps, and the sums of gradients for an update."""
+    """Optimizer state between steps, and the accumulated gradients of an update."""
 
     def __post_init__(self) -> None:
         for inner, outer in (
@@ -67,17 +67,18 @@ class StateRules:
     def zero(
         cls, rules: AxisRules, stage: Zero, *, replicated: bool = False
     ) -> "StateRules":
-        """The tables of a stage of ZeRO.
+        """The rules of a ZeRO stage.
 
         Args:
-            rules: Table of a state that is split as far as can be.
-            stage: What is split during a step: moments alone, gradients too, or
-                parameters too.
-            replicated: Whether parameters stay whole between steps. By default they are
-                split, and gathered in the type of the computation once a step.
+            rules: Rules of the fully sharded state.
+            stage: What is sharded during a step: optimizer state (1), gradients too
+                (2), or parameters too (3).
+            replicated: Whether parameters stay unsharded between steps. By default they
+                are sharded, and all-gathered once a step in the type of the
+                computation.
 
         Raises:
-            ValueError: the stage is unknown, or splits parameters that stay whole.
+            ValueError: the stage is unknown, or shards parameters that stay unsharded.
         """
         check_choice("zero", stage, Zero)
         if replicated and stage == 3:
@@ -95,7 +96,7 @@ class StateRules:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all are one table."""
+        """Whether all tables are the same."""
         return self.parameters == self.computed == self.gradients == self.moments
 
     def with_flat_layers(self) -> "StateRules":
@@ -107,7 +108,7 @@ class StateRules:
 
 
 def beyond(spec: PartitionSpec, done: PartitionSpec) -> PartitionSpec:
-    """What `spec` splits over more mesh axes than `done`.
+    """The mesh axes of `spec` that `done` lacks.
 
     Example:
         >>> beyond(PartitionSpec(("tensor", "data"), "fsdp"), PartitionSpec("tensor"))

@@ -1,19 +1,19 @@
-"""Tensor and sequence parallelism: products whose tokens are gathered or scattered.
+"""Tensor and sequence parallelism: matmuls with all-gather or reduce-scatter of tokens.
 
-Between tensor-parallel regions each device has some tokens of a row with all features,
-inside them all tokens with some features (heads, hidden features). A *column-parallel*
-product enters a region: it gathers the tokens. A *row-parallel* product leaves it: it
-sums over the devices and scatters the tokens. Both exist in three forms,
+Between tensor-parallel regions each device has some tokens of a sequence with all
+features, inside them all tokens with some features (heads, hidden features). A
+*column-parallel* matmul enters a region: it all-gathers the tokens. A *row-parallel*
+matmul leaves it: it reduce-scatters over the tokens. Both exist in three forms,
 
 - ``None``: `contract` and constraints; the compiler inserts the collectives,
-- ``"xla"``: the collectives are written out, each beside its product,
-- ``"fused"``: each is one kernel that communicates while it multiplies, where
+- ``"xla"``: explicit collectives, each next to its matmul,
+- ``"fused"``: each is one kernel that overlaps matmul and communication, if
   `pallas_kernels.collective_matmul` has one for the device and the shapes, otherwise as
   ``"xla"``; the logger ``pallas_kernels`` says once which it is,
 
-which take the same parameters and give the same numbers.
+which take the same parameters and give the same result.
 
-Legend: B batch, T tokens of a row, K features that are contracted, N features of the
+Legend: B batch, T tokens of a sequence, K contracted features, N features of the
 result.
 
 References:
@@ -45,7 +45,8 @@ from pallas_kernels.collective_matmul import (
 
 
 type TensorParallel = Literal["fused", "xla"] | None
-"""Who writes the collectives: a kernel, XLA's own operations, or the compiler."""
+"""How to communicate: fused kernels, explicit XLA collectives, or the compiler's
+choice."""
 
 _SPLIT = ("batch", "tokens", None)
 _WHOLE = ("batch", None, None)
@@ -53,15 +54,16 @@ _IMPLEMENTATIONS: dict[str, str | None] = {"fused": None, "xla": "xla"}
 
 
 def launch_in_order() -> None:
-    """Makes GPUs start kernels in the order of the program; call before using devices.
+    """Make GPUs launch kernels in program order; call it before using devices.
 
-    A fused kernel fills a GPU and waits for its peers, and so does a collective of
-    NCCL that XLA runs beside it. If two GPUs start the two in a different order, each
-    may wait for what has no room on the other. With one queue for all kernels the order
-    is the same everywhere. The command line does this for ``"fused"``.
+    A fused kernel fills a GPU and waits for its peers, and so does an NCCL collective
+    that XLA runs concurrently. If two GPUs launch the two in different orders, they may
+    deadlock, each waiting for a kernel that finds no room on the other. With one
+    hardware queue the order is the same everywhere. The command line does this for
+    ``"fused"``.
 
-    Sets the environment variable ``CUDA_DEVICE_MAX_CONNECTIONS`` to 1 unless it is set,
-    which CUDA reads when the first GPU is used.
+    It sets the environment variable ``CUDA_DEVICE_MAX_CONNECTIONS`` to 1 unless it is
+    set; CUDA reads it when the first GPU is used.
 
     References:
         Megatron-LM requires the same of its overlapped tensor parallelism.
@@ -79,24 +81,24 @@ def column_parallel(
     tensor_parallel: TensorParallel = None,
     quantization: Fp8 = None,
 ) -> tuple[Float[Array, "B T _N"], ...]:
-    """``x @ kernel`` for several kernels that share one gather of the tokens.
+    """``x @ kernel`` for several kernels that share one all-gather of the tokens.
 
-    Where the tokens are not split (one new token of each row) nothing is gathered, and
-    the three forms are one.
+    If the tokens are not split (one new token per sequence) nothing is gathered, and
+    the three forms are the same.
 
     Args:
-        x: Activations, split along the tokens or whole.
+        x: Activations, split along the tokens or not.
         kernels: Parameters in the type of the computation.
         kernel_axes: Logical axes of each kernel.
         out_axes: Logical axes of each result.
         rules: Mesh axes of each logical axis.
         tensor_parallel: Form of the collectives.
-        quantization: Multiply in fp8, as `jaxscale.sharding.fp8` says: the collectives
-            are then written out whatever their form, and tokens are gathered in fp8.
-            ``"fused"`` takes kernels where they were tuned and not slower than XLA.
+        quantization: Matmuls in fp8, see `jaxscale.sharding.fp8`: collectives are then
+            explicit in every form, and tokens are all-gathered in fp8. ``"fused"``
+            takes kernels that were tuned and are not slower than XLA.
 
     Returns:
-        One product for each kernel, whole along the tokens.
+        One result per kernel, with all tokens.
 
     Raises:
         ValueError: `tensor_parallel` or `quantization` is unknown, shapes disagree, or
@@ -164,10 +166,11 @@ def row_parallel(
     tensor_parallel: TensorParallel = None,
     quantization: Fp8 = None,
 ) -> Float[Array, "B T N"]:
-    """``sum_i xs[i] @ kernels[i]``, with one sum over the devices for all of them.
+    """``sum_i xs[i] @ kernels[i]``, with one reduction over the devices for all of
+    them.
 
-    The tokens of the result are scattered where the rules split them and their number
-    divides; otherwise each device gets the whole sum (one new token of each row).
+    The result is reduce-scattered over the tokens if the rules split them and their
+    number divides; otherwise it is all-reduced (one new token per sequence).
 
     Args:
         xs: Activations whose features are split as the rows of their kernel.
@@ -176,10 +179,10 @@ def row_parallel(
         out_axes: Logical axes of the result.
         rules: Mesh axes of each logical axis.
         tensor_parallel: Form of the collectives.
-        quantization: Multiply in fp8, as for `column_parallel`.
+        quantization: Matmuls in fp8, as for `column_parallel`.
 
     Returns:
-        The sum, split as `out_axes` say.
+        The sum, sharded as `out_axes` say.
 
     Raises:
         ValueError: `tensor_parallel` or `quantization` is unknown, shapes disagree, or
@@ -247,7 +250,7 @@ def row_parallel(
 
 
 def _part_of_sum(*args: Array) -> tuple[Array]:
-    """What a device adds to `row_parallel` of activations and kernels, [1, B, T, N]."""
+    """A device's partial sum of `row_parallel`, [1, B, T, N]."""
     count = len(args) // 2
     wide = None if count == 1 else jnp.float32
     products = [
@@ -295,7 +298,7 @@ def tensor_axis(rules: AxisRules, *features: str | None) -> str | None:
 def check_tensor_parallel(
     tensor_parallel: str | None, rules: AxisRules | None = None
 ) -> None:
-    """Raise where `tensor_parallel` is no `TensorParallel`, or `rules` leave it idle.
+    """Raise if `tensor_parallel` is unknown, or `rules` do not use it.
 
     Example:
         >>> from jaxscale.sharding import fsdp, fsdp_tp
@@ -324,12 +327,12 @@ def check_tensor_parallel(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Region:
-    """A product whose collectives are written out."""
+    """A matmul with explicit collectives."""
 
     axis: str
-    """The mesh axis that it communicates over."""
+    """The mesh axis to communicate over."""
     splits_tokens: bool
-    """True where tokens are split over this axis outside of the region."""
+    """True if tokens are split over this axis outside of the region."""
     shards: Shards
     implementation: str | None
 
@@ -342,10 +345,10 @@ class _Region:
         rules: AxisRules,
         tensor_parallel: TensorParallel,
     ) -> "_Region | None":
-        """The region of a product, or None where the compiler does all there is to do.
+        """The region of a matmul, or None if the compiler inserts the collectives.
 
         That is so without a mesh, on an axis of one device or that divides no features,
-        and inside a `jax.shard_map` over the axis, where parameters are whole.
+        and inside a `jax.shard_map` over the axis, where parameters are unsharded.
         """
         check_tensor_parallel(tensor_parallel)
         if tensor_parallel is None:
@@ -372,7 +375,7 @@ class _Region:
         local: Callable[..., tuple[Array, ...]],
         out_axes: Sequence[Sequence[str | None]],
     ) -> Callable[..., tuple[Array, ...]]:
-        """`local` run by each device on its shards, with whole kernels."""
+        """Run `local` on each device's shards, with unsharded kernels."""
         in_axes = self.shards.in_axes
         return self.shards.over(
             local,

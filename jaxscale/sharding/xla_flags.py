@@ -1,8 +1,8 @@
-"""Flags of XLA by preset, each with its reason, set before jax starts.
+"""Presets of XLA flags, each with its reason, set before jax starts.
 
-XLA reads ``XLA_FLAGS`` once, when the first backend starts, and ends the process at a
-flag that it does not know. Here that is an exception, and what the user has set in the
-environment wins over a preset.
+XLA reads ``XLA_FLAGS`` once, when the first backend starts, and aborts at an unknown
+flag. Here that is an exception, and flags that the user has set in the environment
+override a preset.
 """
 
 import os
@@ -53,18 +53,19 @@ _PARSE = "from jaxlib.xla_client import CompileOptions; CompileOptions()"
 
 
 def use_xla_flags(*presets: str) -> None:
-    """Adds the flags of presets to the environment variable ``XLA_FLAGS``.
+    """Add the flags of presets to the environment variable ``XLA_FLAGS``.
 
     Call it before jax uses a device. A flag that the variable sets already keeps its
-    value. All of its flags are then tried in another process, which takes half a
-    second, so that one which this jaxlib does not know is an error here and does not
-    end the process later.
+    value. All flags are then tried in another process, which takes half a second, so
+    that a flag unknown to this jaxlib raises here instead of aborting the process
+    later.
 
     Args:
-        presets: Names of `XLA_PRESETS`; none changes nothing.
+        presets: Names of `XLA_PRESETS`; without any, nothing changes.
 
     Raises:
-        ValueError: a preset is unknown, or this jaxlib refuses flags, which are named.
+        ValueError: a preset is unknown, or this jaxlib rejects flags, which the message
+            names.
 
     Example:
         >>> use_xla_flags("overlapp")
@@ -86,10 +87,10 @@ def use_xla_flags(*presets: str) -> None:
 
 
 def check_xla_flags(flags: Sequence[str]) -> None:
-    """Raise where this jaxlib refuses one of `flags`, as in ``XLA_FLAGS``.
+    """Raise if this jaxlib rejects one of `flags`, as in ``XLA_FLAGS``.
 
     Raises:
-        ValueError: it does; the message names the flags.
+        ValueError: it rejects flags, which the message names.
     """
     refused = _refused(flags)
     if refused is None:
@@ -103,7 +104,7 @@ def check_xla_flags(flags: Sequence[str]) -> None:
 
 
 def _refused(flags: Sequence[str]) -> list[str] | None:
-    """The flags that a new process calls unknown; None where it takes all."""
+    """The flags that a new process rejects; None if it accepts all."""
     child = subprocess.run(
         [sys.executable, "-c", _PARSE],
         env=os.environ | {"XLA_FLAGS": " ".join(flags)},

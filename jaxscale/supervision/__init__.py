@@ -1,7 +1,8 @@
-"""Supervision of a job from outside its processes; imports neither jax nor numpy.
+"""Fault tolerance: supervision of a job from outside its processes, without jax or
+numpy.
 
-A driver for the job and an executor for each host watch the ranks, end what is stuck or
-broken, and start the job again from its newest checkpoint.
+A driver for the job and an executor on each host watch the ranks, kill hung or broken
+ones, and restart the job from its newest checkpoint.
 """
 
 from jaxscale.supervision.config import Deadlines, SuperviseConfig

@@ -9,7 +9,7 @@ from jaxscale.supervision.protocol import split_address
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """Seconds that a process may take without a word, by what it does.
+    """Seconds without a sign of life after which a process counts as hung, by phase.
 
     Example:
         >>> Deadlines(save=0)
@@ -19,25 +19,25 @@ class Deadlines:
     """
 
     start: float = 120.0
-    """From its start until all processes have met."""
+    """Start: until all processes have connected."""
     compile: float = 900.0
-    """After that until the first step is done: read data, restore, compile."""
+    """Then until the end of the first step: read data, restore, compile."""
     step: float = 30.0
-    """A step, at least; more if it usually takes long."""
+    """A training step, at least; more if steps usually take longer."""
     step_factor: float = 10.0
-    """A step may take this many times the median of the last ones."""
+    """A step may take this many times the median of the recent steps."""
     save: float = 300.0
-    """A checkpoint, and the end of a run, which waits for it."""
+    """Saving a checkpoint, and the end of a run, which waits for it."""
     evaluate: float = 900.0
-    """An evaluation, the first of which compiles."""
+    """An evaluation; the first one compiles."""
     host: float = 10.0
-    """An executor says every second that it is alive."""
+    """A host's executor, which sends a heartbeat every second."""
     reconnect: float = 15.0
-    """Executors come back to a driver that was started again."""
+    """Time for executors to reconnect to a restarted driver."""
     hosts: float = 600.0
-    """Until enough hosts are there to start the processes."""
+    """Waiting for enough hosts to start the processes."""
     diagnose: float = 120.0
-    """The self-check of a suspect."""
+    """The self-check of a suspect host."""
 
     def __post_init__(self) -> None:
         check_positive(self, *(field.name for field in dataclasses.fields(self)))
@@ -45,7 +45,7 @@ class Deadlines:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuperviseConfig:
-    """How a job is started, watched and started again.
+    """How a job is started, monitored and restarted.
 
     Example:
         >>> SuperviseConfig(processes=3, hosts=2)
@@ -57,41 +57,41 @@ class SuperviseConfig:
     processes: int = 1
     """Processes of the job, numbered host by host."""
     hosts: int = 1
-    """Hosts that the processes are spread over. With one, which is this machine, the
-    executor is started too; otherwise start `jaxscale executor` on each, and on spare
-    ones as you like."""
+    """Hosts that the processes are spread over. With 1, this machine, the executor is
+    started too; otherwise start `jaxscale executor` on each host, and on any spare
+    ones."""
     address: str = "127.0.0.1:0"
-    """Where the driver listens; port 0 is a free one. Other hosts need an address that
-    they reach, and the job's secret in JAXSCALE_SECRET."""
+    """Address that the driver listens on; port 0 picks a free port. Other hosts need an
+    address that they can reach, and the job's secret in JAXSCALE_SECRET."""
     coordinator_port: int = 0
-    """Port at which the processes meet; 0 is a free one, each time another."""
+    """Port of JAX's coordinator; 0 picks a free port at each start."""
     deadlines: Deadlines = Deadlines()
-    """What is too long."""
+    """Time limits after which a process counts as hung."""
     idle_cycles: int = 3
-    """Starts in a row that reach no new step, after which the driver gives up."""
+    """Consecutive restarts without a new step after which the driver gives up."""
     backoff: float = 5.0
-    """Seconds before the start after one that reached no new step; twice as many after
-    each further one, a minute at most."""
+    """Seconds to wait before restarting after a start without a new step; doubled after
+    each further one, at most a minute."""
     replay: bool = True
-    """Whether a step whose loss or gradients are not finite for the first time is
-    computed again from the checkpoint before: a fault of a machine goes away, one of
-    the data or the model comes back, and is then skipped."""
+    """Recompute a step from the last checkpoint when its loss or gradients are first
+    not finite: a hardware fault then goes away; one of the data or the model recurs,
+    and is skipped."""
     spike: float = 0.0
-    """A loss of more than this many times the median of the last steps is a spike: the
-    step is computed again from the checkpoint before, and if that does not help, its
-    batch and those after it are left out. 0 leaves spikes alone."""
+    """A loss above this many times the median of the recent steps is a loss spike: the
+    step is recomputed from the last checkpoint, and if the spike recurs, its batch and
+    the following ones are skipped. 0 ignores spikes."""
     skip_batches: int = 100
-    """Batches that are left out at a spike that comes back."""
+    """Batches to skip at a loss spike that recurs."""
     exclude_slow: bool = False
-    """Whether a host whose ranks are slow is left out, if a spare one can take its
-    place: the ranks save and leave, and start again without it."""
+    """Replace a host with slow ranks by a spare one, if there is one: the job saves a
+    checkpoint and restarts without the slow host."""
     metrics_address: str = ""
-    """``host:port`` at which ``GET /metrics`` gives the figures of the job in the form
-    of Prometheus, such as 127.0.0.1:9464; without it none are given."""
+    """``host:port`` of a Prometheus endpoint, ``GET /metrics``, with the metrics of the
+    job, such as 127.0.0.1:9464; empty for none."""
     diagnose: str = ""
-    """Command that runs on a suspect host, and fails if it must not be used any more;
-    by default a self-check of disk and memory and, where JAX uses GPUs, `jaxscale
-    diagnose`."""
+    """Self-check command to run on a suspect host; if it fails, the host is not used
+    any more. By default it checks disk and memory and, where JAX uses GPUs, runs
+    `jaxscale diagnose`."""
 
     def __post_init__(self) -> None:
         check_integers(self, 1, "processes", "hosts", "idle_cycles", "skip_batches")

@@ -1,8 +1,8 @@
-"""The driver of a job: watches its ranks through the executors, and starts them again.
+"""The driver of a job: watches its ranks through the executors, and restarts them.
 
-It does no work of the job and knows no jax, so it lives on when a rank breaks. What it
-must not forget is in a file (`State`): killed and started again by the same command, it
-finds the executors, which have gone on meanwhile.
+It does none of the job's work and does not import jax, so it survives when a rank
+crashes. Its state is in a file (`State`): killed and restarted by the same command, it
+finds the executors, which have continued.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _SHOWN = 8
 
 
 class GaveUp(RuntimeError):
-    """The job cannot go on; the message is a paragraph that says why."""
+    """The job cannot continue; the message is a paragraph that says why."""
 
     def __init__(self, message: str, code: int = GAVE_UP) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class GaveUp(RuntimeError):
 
 
 class Driver:
-    """Runs a job to its end."""
+    """Run a job to its end."""
 
     def __init__(
         self,
@@ -60,41 +60,41 @@ class Driver:
         """Describe the job.
 
         Args:
-            command: What each rank runs; started again, it has to go on by itself.
+            command: Command of each rank; when restarted, it must resume by itself.
             directory: Output directory of the run.
             config: The settings.
-            report: Takes lines for the user.
+            report: Called with lines for the user.
         """
         self._command, self._config, self._report = list(command), config, report
         self._output, self._directory = directory, directory / DIRECTORY
         self._stop = 0
-        """Signals so far that ask to stop; a second one does not wait for the ranks."""
+        """Stop signals so far; a second one does not wait for the ranks."""
         self._watch: Watch | None = None
-        """Of the cycle that runs."""
+        """The watch of the running cycle."""
         self._telemetry = Telemetry(directory, config.processes)
         self._slow: SlowNews | None = None
         """The ranks that are slow in this cycle."""
         self._now = 0.0
-        """Seconds that the driver has listened: by this clock others are late."""
+        """Seconds that the driver has listened: the clock of deadlines."""
         self._since: float | None = None
-        """When the last fault was noticed, until a step is done again."""
+        """Time of the last fault, until a step is done again."""
         self._reached = 0
-        """The newest step that was done before this cycle."""
+        """The newest step done before this cycle."""
 
     async def run(self) -> int:
         """Run the job; the exit code.
 
         Raises:
             ValueError: another driver works here, the state is damaged, others may
-                write to the compiled programs, the address cannot be listened at, or
-                too few files may be open.
-            GaveUp: it is of no use to go on.
+                write to the compiled programs, the address cannot be listened on, or
+                the limit of open files is too low.
+            GaveUp: the job keeps failing.
         """
         with state.locked(self._directory):
             self._state = state.read(
                 self._directory, os.environ.get(protocol.SECRET, "")
             )
-            state.programs(self._directory)  # raises where others may write
+            state.programs(self._directory)  # raises if others may write
             limits.allow_connections(2 * self._config.hosts)  # spare ones too
             self._hosts = Hosts(
                 self._state.secret, self._directory, report=self._report
@@ -119,7 +119,7 @@ class Driver:
                 await self._hosts.close()
 
     async def _job(self) -> int:
-        """Cycles, until one ends well."""
+        """Run cycles until one succeeds."""
         if self._state.running:
             await self._adopt()
         while True:
@@ -142,7 +142,7 @@ class Driver:
     # Start
 
     async def _start(self) -> None:
-        """Start a cycle when there are enough hosts, unless asked to stop before."""
+        """Start a cycle when there are enough hosts, unless asked to stop."""
         hosts = await self._enough_hosts()
         if self._stop:
             return
@@ -181,7 +181,7 @@ class Driver:
         self._slow = None
 
     async def _enough_hosts(self) -> list[ConnectedHost]:
-        """As many hosts as needed, in the order of their names."""
+        """As many hosts as needed, ordered by name."""
         needed, excluded = self._config.hosts, self._state.excluded
         begun, deadline = time.monotonic(), self._config.deadlines.hosts
         why = [f"{name} ({reason})" for name, reason in excluded.items()]
@@ -208,7 +208,7 @@ class Driver:
         return []
 
     async def _adopt(self) -> None:
-        """Go on with the ranks that a driver before this one has started."""
+        """Continue with the ranks that a previous driver has started."""
         self._begin_watch()
         self._reached = self._state.best
         self._report(f"cycle {self._state.cycle} goes on: waiting for its executors")
@@ -216,7 +216,7 @@ class Driver:
         await self._until(lambda: not self._missing(), seconds)
 
     def _missing(self) -> list[int]:
-        """Ranks that no executor has."""
+        """Ranks that are on no executor."""
         ours = [host.ranks for host in self._hosts if host.cycle == self._state.cycle]
         if sum(map(len, ours)) == self._config.processes:  # each is on one host
             return []
@@ -227,7 +227,7 @@ class Driver:
     # Watch
 
     async def _follow(self, watch: Watch) -> Fault | None:
-        """Watch a cycle until it ends: well, by a fault, or because it was asked to."""
+        """Watch a cycle until it succeeds, fails, or is asked to stop."""
         while not watch.finished:
             await self._take()
             self._note(watch)
@@ -241,7 +241,7 @@ class Driver:
                 return None
             fault = self._lost_hosts(watch) or await self._leave_slow_host(watch)
             if fault is None and self._fault(watch) is not None:
-                # Those that fail say why, and leave.
+                # Failing ranks report why, and exit.
                 await self._until(lambda: False, _SHORT_SECONDS)
                 await self._until(lambda: watch.is_settled, _SETTLE_SECONDS)
                 fault = self._fault(watch)
@@ -265,14 +265,14 @@ class Driver:
         return None
 
     async def _take(self) -> None:
-        """Take in what the executors say, for a moment."""
+        """Process the executors' messages, for a moment."""
         begun = time.monotonic()
         await self._hosts.take(self._understand)
-        # While the driver itself stands still it hears nothing, and nobody is late.
+        # While the driver itself is paused it hears nothing, and nobody is late.
         self._now += min(time.monotonic() - begun, _LONGEST_MOMENT)
 
     async def _until(self, done: Callable[[], bool], seconds: float) -> None:
-        """Take in what the executors say until `done`, or for so long."""
+        """Process the executors' messages until `done`, or for a time."""
         until = time.monotonic() + seconds
         while not done() and time.monotonic() < until:
             await self._take()
@@ -298,12 +298,13 @@ class Driver:
                 host.diagnosis = message
 
     def _note(self, watch: Watch) -> None:
-        """Keep how far the job has come."""
+        """Record the progress of the job."""
         if watch.has_state and not self._state.under_way:
             self._state.get_under_way(watch.began)
             self._reached = min(self._reached, self._state.best)
             self._save()
-        # Not at the start: until all have restored, another one has to go back as well.
+        # Not at the start: until all have restored, the next start must go back as
+        # well.
         if watch.has_state and self._state.resume_before:
             self._state.resume_before = 0
             self._save()
@@ -323,7 +324,7 @@ class Driver:
             self._record("slow", watch.step, since=time.time(), **news.args)
 
     async def _leave_slow_host(self, watch: Watch) -> Fault | None:
-        """Have the ranks save and leave, if a host can take a slow one's place."""
+        """Have the ranks save and exit, if a spare host can replace a slow one."""
         if not (self._config.exclude_slow and self._slow and self._slow.hosts):
             return None
         excluded = self._state.excluded
@@ -343,10 +344,10 @@ class Driver:
     # Recover
 
     async def _recover(self, fault: Fault, watch: Watch) -> None:
-        """Find out who it was, end what is left, and get ready to start again.
+        """Identify the suspects, kill the remaining ranks, and prepare a restart.
 
         Raises:
-            GaveUp: there is no use in another start.
+            GaveUp: another start would not help.
         """
         job, since = self._state, time.time()
         ranks_of = {host.name: list(host.ranks) for host in self._hosts}
@@ -376,7 +377,7 @@ class Driver:
             suspects=who,
         )
         self._save()
-        self._keep_stacks(stacks)  # many files, after the others have been told
+        self._keep_stacks(stacks)  # many files, after the others were notified
         self._give_up_if_useless(fault, watch, suspects)
         names = [name for name, ranks in ranks_of.items() if {*ranks} & {*suspects}]
         if fault.kind != "unsaved":  # no host is to blame for a disk that is full
@@ -387,7 +388,7 @@ class Driver:
         await self._back_off()
 
     def _compute_again(self, fault: Fault) -> None:
-        """Go back before a step: what comes back was not the fault of a machine."""
+        """Go back before a step: what recurs was not a hardware fault."""
         job, step = self._state, str(fault.step)
         job.resume_before = fault.step
         if fault.kind == "not_finite":
@@ -428,14 +429,14 @@ class Driver:
                     (self._directory / name).write_text(text)
 
     async def _kill(self) -> None:
-        """End all ranks; an executor that does not obey is ended too."""
+        """Kill all ranks; an executor that does not respond is killed too."""
         seconds = self._config.deadlines.host
         await kill_ranks(self._hosts, self._until, seconds, self._report)
         if self._config.hosts == 1 and not len(self._hosts):
             self._hosts.end_local(self._state.executor)
 
     async def _diagnose(self, names: Collection[str]) -> None:
-        """Have suspect hosts check themselves, and use those no more that fail."""
+        """Have suspect hosts run the self-check, and exclude those that fail."""
         failed = await failing_hosts(
             self._hosts,
             self._until,
@@ -454,10 +455,10 @@ class Driver:
             self._report(f"host {name} is not used any more: {why}")
 
     def _distrust(self, names: Collection[str], fault: Fault) -> None:
-        """Use a host no more whose values are wrong again, if it is known which.
+        """Exclude a host that computed wrong values again, if it is known which.
 
         Raises:
-            GaveUp: it is one of several, again and again.
+            GaveUp: one of several hosts keeps computing wrong values.
         """
         job, most = self._state, self._config.idle_cycles
         for name in names:
@@ -489,7 +490,7 @@ class Driver:
     def _save(self) -> None:
         try:
             self._state.write(self._directory)
-        except OSError as error:  # the ranks go on, as long as this driver does
+        except OSError as error:  # the ranks continue, as long as this driver does
             self._report(f"its state cannot be written: {error}")
 
     def _end(self, how: str) -> None:

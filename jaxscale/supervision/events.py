@@ -1,7 +1,7 @@
-"""What a process of a job does, one JSON line an event: in a file, and to its executor.
+"""Events of a process of a job, one JSON line each: to a file, and to its executor.
 
-`fit` reports where it is. An event costs its caller microseconds: a thread writes. Each
-line is an object with the fields
+`fit` reports its progress. An event costs its caller microseconds: a thread writes.
+Each line is an object with the fields
 
     t0, t1   seconds since 1970; t0 is earlier for what took time
     cycle    starts of the job until this one; 0 without a supervisor
@@ -14,11 +14,10 @@ The args of ``layout`` are the mesh and the place of the process: ``axes``, the 
 name; ``places`` of its devices, the last axis fastest; its ``host``; ``microbatches``
 and ``chunks`` of a pipeline.
 
-In a process that a supervisor has started, the events are its heartbeat: the executor
-of its host reads them from a socket. Such a process writes the stacks of its threads
-for the executor when it gets a SIGUSR1, also while it hangs with the interpreter lock
-held. An exception that nobody catches ends it at once, since JAX would wait at the exit
-for processes that are dead.
+In a supervised process the events are its heartbeat: the executor of its host reads
+them from a socket. Such a process writes the stacks of its threads for the executor
+when it gets a SIGUSR1, also while it hangs with the GIL held. An uncaught exception
+ends it at once, since JAX would wait at the exit for dead processes.
 """
 
 import collections
@@ -44,7 +43,7 @@ from jaxscale.supervision.pauses import Pauses
 
 
 VARIABLE = "JAXSCALE_SUPERVISED"
-"""Environment variable by which an executor tells a process its place, as JSON."""
+"""Environment variable with which an executor tells a process its rank, as JSON."""
 
 _log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 2.0
@@ -52,11 +51,11 @@ MEASURES = {
     phases.PROFILE: ("computing", ["computing"]),
     phases.PACE: ("host", ["seconds", "starved"]),
 }
-"""What is measured of a step, and what of it is summed and compared between ranks."""
+"""Measurements of a step, and those that are summed and compared between ranks."""
 
 
 class EventLog:
-    """Takes events and writes them on a thread.
+    """Receives events and writes them on a thread.
 
     Example:
         >>> import tempfile
@@ -79,27 +78,26 @@ class EventLog:
         skips: Mapping[int, int] | None = None,
         connection: socket.socket | None = None,
     ) -> None:
-        """Begin with no file.
+        """Start without a file.
 
         Args:
             rank: Number of this process.
             cycle: Starts of the job under its supervisor, this one included.
             resume_before: The attribute.
-            is_first: Whether no start before this one has come to a state to go on
-                from.
+            is_first: Whether no earlier start has reached a state to resume from.
             skips: The attribute.
             connection: From `protocol.connect_blocking`, to the executor.
         """
         self.resume_before = resume_before
-        """The supervisor wants no checkpoint of this step or later; 0 for any."""
+        """The supervisor excludes checkpoints of this step or later; 0 for none."""
         self.skips = dict(skips or {})
-        """Batches that the supervisor wants left out, by the step before which."""
+        """Batches that the supervisor skips, by the step before which."""
         self._is_first = is_first
         self._rank, self._cycle, self._connection = rank, cycle, connection
         self._step = 0
         self._pauses = Pauses()
         self._file: int | None = None
-        # What happens before there is a file, for example the meeting of the processes.
+        # Events before there is a file, for example when the processes connect.
         self._early: collections.deque[str] = collections.deque(maxlen=256)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -114,9 +112,9 @@ class EventLog:
         return self._connection is not None
 
     def at_first[T](self, wish: T) -> T | None:
-        """`wish`, unless a supervisor has started this command before: then None.
+        """`wish` at the first start of a command under a supervisor, otherwise None.
 
-        For what the user wants of a command once, and not again after each fault.
+        It is for what the user wants once, and not again after each fault.
         """
         return wish if self._is_first else None
 
@@ -129,14 +127,14 @@ class EventLog:
         since: float | None = None,
         **args: Any,
     ) -> float:
-        """Report that something has happened; returns the time, for `since`.
+        """Report an event; returns the time, for `since`.
 
         Args:
             name: The event.
-            step: The step that it belongs to; None is that of the event before.
-            kind: Whom it concerns.
+            step: The step that it belongs to; None is that of the previous event.
+            kind: The kind of the event, see the module.
             since: When it began, if it took time.
-            args: What JSON can hold.
+            args: JSON-serializable arguments.
         """
         now = time.time()
         self._step = self._step if step is None else step
@@ -149,7 +147,7 @@ class EventLog:
             "name": name,
             "args": args,
         }
-        if self._thread is None:  # nobody reads yet: the last ones are kept
+        if self._thread is None:  # nobody reads yet: keep the last ones
             self._early.append(json.dumps(event) + "\n")
         else:
             self._queue.put(event)
@@ -157,7 +155,7 @@ class EventLog:
 
     @contextlib.contextmanager
     def span(self, name: str, step: int) -> Iterator[None]:
-        """Report ``save`` or ``eval`` when it begins, and when it has ended well."""
+        """Report ``save`` or ``eval`` when it begins, and when it has succeeded."""
         begun = self.emit(name, step)
         yield
         self.emit(phases.SPANS[name], step, since=begun)
@@ -184,7 +182,7 @@ class EventLog:
 
     @contextlib.contextmanager
     def reported(self) -> Iterator[None]:
-        """Report an error where it arises, or that what is left is to finish."""
+        """Report an error where it occurs, or that only the end remains."""
         try:
             yield
         except BaseException as error:
@@ -252,7 +250,7 @@ class EventLog:
     def _messages(
         self, event: Mapping[str, Any]
     ) -> Iterator[protocol.Moved | protocol.Measured]:
-        """What the executor is told of an event."""
+        """The message to the executor about an event."""
         name = event["name"]
         if name in MEASURES:
             measure, parts = MEASURES[name]
@@ -304,18 +302,18 @@ def current() -> EventLog:
     """
     global _current
     if _current is None:
-        # Taken away, so that children of this process do not speak for it.
+        # Removed, so that children of this process do not report for it.
         place = os.environ.pop(VARIABLE, None)
         _current = EventLog() if place is None else _supervised(json.loads(place))
     return _current
 
 
 def leave(code: int, error: BaseException) -> None:
-    """In a supervised process say why and end it at once; elsewhere do nothing.
+    """In a supervised process report the error and exit at once; elsewhere do nothing.
 
     Args:
         code: Exit status of the process.
-        error: What went wrong; its message goes to the supervisor.
+        error: The error; its message goes to the supervisor.
     """
     if _current is not None and _current.supervised:
         _current.fail(error)
@@ -323,7 +321,7 @@ def leave(code: int, error: BaseException) -> None:
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The events of a file, without lines that a killed process has cut off."""
+    """The events of a file, without lines truncated by a killed process."""
     events = []
     for line in Path(path).read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
@@ -332,7 +330,7 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _supervised(place: Mapping[str, Any]) -> EventLog:
-    # To stderr where a signal such as a segmentation fault strikes, and on request.
+    # To stderr on a signal such as a segmentation fault, and on request.
     faulthandler.enable()
     stacks = os.open(place["stacks"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

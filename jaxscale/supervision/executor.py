@@ -1,8 +1,8 @@
-"""The executor of a host: starts its ranks, hears them, and does what the driver says.
+"""The executor of a host: starts its ranks, receives their events, obeys the driver.
 
-A rank is a process group of its own. The kernel ends it when the executor dies, also
-one that is stopped or hangs. When the driver dies the ranks go on, and the executor
-waits for another driver; after a while it has them save and leave.
+Each rank is a separate process group. The kernel kills it when the executor dies, even
+if it is stopped or hangs. When the driver dies the ranks continue, and the executor
+waits for another driver; after a while it has them save and exit.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def report_seconds(hosts: int) -> float:
-    """Seconds between what an executor tells of its ranks, where nothing is wrong.
+    """Seconds between an executor's reports on its ranks, while nothing is wrong.
 
-    The driver hears a bounded number of them in a second, however many there are.
+    The driver receives a bounded number of reports per second, for any number of ranks.
 
     Example:
         >>> report_seconds(8), report_seconds(1536)
@@ -51,14 +51,14 @@ class RankProcess:
     def __init__(
         self, number: int, process: asyncio.subprocess.Process, printed: int
     ) -> None:
-        """Take over a process that leads a group."""
+        """Wrap a process that leads a group."""
         self.number, self.process = number, process
         self.printed = printed
-        """Bytes of its log that are older."""
+        """Bytes of its log from before this start."""
         self.speaks = False
-        """Whether it has joined, and so listens to SIGUSR1."""
+        """Whether it has connected, and so handles SIGUSR1."""
         self.silent = asyncio.Event()
-        """Set once all that it said has been read."""
+        """Set once all its messages were read."""
         self.exited: protocol.Exited | None = None
 
     def signal(self, number: int) -> None:
@@ -68,21 +68,21 @@ class RankProcess:
 
 
 class Executor:
-    """Runs until the driver says `Quit`, or stays away."""
+    """Runs until the driver sends `Quit`, or stays away."""
 
     def __init__(self, driver: str, secret: str, *, name: str, grace: float) -> None:
         """Describe the host.
 
         Args:
             driver: ``host:port`` of the driver.
-            secret: That of the job.
-            name: By which messages name this host.
-            grace: Seconds to wait for a driver that is not there.
+            secret: Secret of the job.
+            name: Name of this host in messages.
+            grace: Seconds to wait for a lost driver.
         """
         self._driver, self._secret = driver, secret
         self._name, self._grace = name, grace
         self._channel: protocol.Channel | None = None
-        # The ranks get a secret of their own, which opens nothing but their executor.
+        # The ranks get a separate secret, which is valid for their executor only.
         self._rank_secret = secrets.token_hex()
         self._address = ""
         self._cycle, self._directory = 0, Path()
@@ -98,7 +98,7 @@ class Executor:
         """Serve the driver; the exit code.
 
         Raises:
-            OSError: there was no driver from the beginning.
+            OSError: there was no driver to begin with.
         """
         server = await asyncio.start_server(
             self._hear, "127.0.0.1", 0, limit=protocol.LONGEST_LINE
@@ -121,7 +121,7 @@ class Executor:
             server.close()
 
     async def _connect(self) -> bool:
-        """Find the driver, within the time of grace."""
+        """Connect to the driver, within the grace time."""
         problem: OSError | None = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._grace):
@@ -144,7 +144,7 @@ class Executor:
         return False
 
     def _greet(self, channel: protocol.Channel) -> None:
-        """Say who this is, and to a driver that was started again what has happened."""
+        """Introduce this host, and report past events to a restarted driver."""
         channel.send(
             protocol.Host(
                 name=self._name,
@@ -162,7 +162,7 @@ class Executor:
         self._channel = channel
 
     async def _serve(self) -> bool:
-        """Do what the driver says until it has gone; True if the job is over."""
+        """Obey the driver until it disconnects; True if the job is over."""
         channel = self._channel
         assert channel is not None
         while True:
@@ -233,13 +233,13 @@ class Executor:
     async def _wait(self, rank: RankProcess) -> None:
         code = await rank.process.wait()
         rank.signal(signal.SIGKILL)  # children that it has left behind
-        if rank.speaks:  # its last words may still be on their way
+        if rank.speaks:  # its last messages may still be in transit
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_SECONDS):
                     await rank.silent.wait()
         tail = _tail(self._file("log", rank.number), _TAIL, rank.printed)
         rank.exited = self._exit(rank.number, code, tail)
-        self._flush()  # what it said before comes before
+        self._flush()  # earlier messages come first
         self._tell(rank.exited)
 
     def _exit(self, rank: int, code: int, tail: str) -> protocol.Exited:
@@ -248,7 +248,7 @@ class Executor:
     async def _hear(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Listen to a rank."""
+        """Serve the connection of a rank."""
         channel = protocol.Channel(reader, writer)
         with contextlib.closing(channel), contextlib.suppress(OSError):
             await channel.shake_hands(handshake.welcome(self._rank_secret))
@@ -263,7 +263,7 @@ class Executor:
                 rank.silent.set()
 
     async def _take(self, channel: protocol.Channel, rank: int) -> None:
-        """Take in what a rank says, to its end."""
+        """Process the messages of a rank, to its end."""
         while True:
             message = await channel.receive()
             if not isinstance(message, protocol.Moved | protocol.Measured):
@@ -280,9 +280,9 @@ class Executor:
                 self._keep(message)
 
     def _keep(self, message: protocol.Moved) -> None:
-        """Keep the newest place and the newest done step of each rank, to be told.
+        """Keep the newest phase and the newest done step of each rank, to be reported.
 
-        Of one rank all steps are, for their losses.
+        Of one rank all steps are kept, for their losses.
         """
         kept = (phases.COMPILE, phases.DONE, phases.STOPPED)  # whatever comes after
         about = message.phase if message.phase in kept else "place"
@@ -290,13 +290,13 @@ class Executor:
         losses = about == phases.DONE and rank == min(self._ranks)
         place = rank, about
         untold = (*place, message.step if losses else 0)
-        # What is older goes away, so that they are told in the order of time.
+        # Older ones are dropped, so that reports are in the order of time.
         self._newest.pop(place, None)
         self._untold.pop(untold, None)
         self._newest[place] = self._untold[untold] = message
 
     async def _report(self) -> None:
-        """Tell the driver where the ranks are, and that this host lives."""
+        """Report to the driver where the ranks are, and that this host is alive."""
         loop, told = asyncio.get_running_loop(), 0.0
         while True:
             await asyncio.sleep(self._seconds)
@@ -315,7 +315,7 @@ class Executor:
             self._channel.send(*messages)
 
     async def _stacks(self, channel: protocol.Channel) -> None:
-        """Have the ranks write where they are, and send what they wrote."""
+        """Have the ranks write their stacks, and send them."""
         asked = [
             rank for rank in self._ranks.values() if rank.speaks and not rank.exited
         ]
@@ -327,7 +327,7 @@ class Executor:
         for rank in self._ranks.values():
             text = _tail(self._file("stacks", rank.number), _STACK)
             answer = text if rank in asked else ""
-            # Escaped it may be longer, and a line too long would end the connection.
+            # Escaped it may be longer, and too long a line would end the connection.
             answer = answer.encode("ascii", "replace").decode()
             channel.send(protocol.Stack(rank=rank.number, text=answer))
 
@@ -338,7 +338,7 @@ class Executor:
         self._ranks = {}
 
     async def _leave(self) -> None:
-        """Let the ranks save and end, since no driver comes back."""
+        """Have the ranks save and exit, since no driver comes back."""
         self._signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_SECONDS):
@@ -362,7 +362,7 @@ def _environment(
     index: int,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """What `initialize` reads, and a cache of compiled programs beside the run."""
+    """The variables that `initialize` reads, and a compilation cache of the run."""
     several = len(start.ranks) > 1
     mine = {key: value for key, value in environ.items() if key != protocol.SECRET}
     mine |= {
@@ -371,7 +371,7 @@ def _environment(
         "JAX_PROCESS_ID": str(rank),
         "PYTHONUNBUFFERED": "1",
     }
-    if several:  # a GPU each
+    if several:  # one GPU each
         visible = [d for d in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
         mine["CUDA_VISIBLE_DEVICES"] = (
             visible[index] if index < len(visible) else str(index)
@@ -414,13 +414,13 @@ _LIBC = ctypes.CDLL(None)
 
 
 def _die_with_parent() -> None:
-    """In a new process: have the kernel end it when the executor dies."""
+    """In a new process: have the kernel kill it when the executor dies."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _tail(file: Path, most: int, start: int = 0) -> str:
-    """The end of a file, after its byte `start`."""
+    """The end of a file, after byte `start`."""
     try:
         with file.open("rb") as stream:
             end = stream.seek(0, os.SEEK_END)
@@ -437,7 +437,7 @@ def _free_port() -> int:
 
 
 def _own_address(driver: str) -> str:
-    """The address of this host in the network in which it reaches the driver."""
+    """The address of this host in the network of the driver."""
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(
             *protocol.split_address(driver), type=socket.SOCK_DGRAM
@@ -455,11 +455,11 @@ def main(driver: str, *, name: str = "", grace: float = 300.0) -> int:
 
     Args:
         driver: ``host:port`` of the driver.
-        name: By which messages name this host.
-        grace: Seconds to wait for a driver that is not there.
+        name: Name of this host in messages.
+        grace: Seconds to wait for a lost driver.
 
     Raises:
-        ValueError: there is no secret, or the address is none.
+        ValueError: there is no secret, or the address is malformed.
         OSError: no driver answers.
     """
     protocol.split_address(driver)

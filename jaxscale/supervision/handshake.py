@@ -1,4 +1,4 @@
-"""How two processes prove that they know one secret, without sending it.
+"""How two processes prove that they know the same secret, without sending it.
 
 Each line is JSON:
 
@@ -6,8 +6,8 @@ Each line is JSON:
     client  {"challenge": B, "proof": HMAC(secret, "client" + A)}
     server  {"proof": HMAC(secret, "server" + B)}
 
-`welcome` and `introduce` are the two sides without a connection: they yield what is to
-be said, and take the line that answers it.
+`welcome` and `introduce` are the two sides without a connection: they yield the line to
+send, and receive its answer.
 """
 
 import hmac
@@ -20,20 +20,20 @@ from typing import Any
 
 
 SECONDS = 10.0
-"""How long a handshake may take."""
+"""Time limit of a handshake, in seconds."""
 
 type Steps = Generator[bytes, bytes, bytes]
-"""Yields lines, takes their answers, and returns the last line, which has none."""
+"""Yields lines, receives their answers, and returns the last line, which has none."""
 
 _LONGEST_LINE = 1024
 
 
 class ProtocolError(ConnectionError):
-    """The other side said what the protocol does not know."""
+    """The peer sent a message that is not in the protocol."""
 
 
 def welcome(secret: str) -> Steps:
-    """As the server, let a client prove that it knows the secret."""
+    """Server side: let a client prove that it knows the secret."""
     ours = secrets.token_hex()
     answer = fields_of((yield _line(challenge=ours)))
     _check(answer, secret, "client", ours)
@@ -41,7 +41,7 @@ def welcome(secret: str) -> Steps:
 
 
 def introduce(secret: str) -> Steps:
-    """As a client, prove to the server that this one knows the secret."""
+    """Client side: prove to the server that this process knows the secret."""
     ours, theirs = secrets.token_hex(), _text(fields_of((yield b"")), "challenge")
     proof = _proof(secret, "client", theirs)
     answer = yield _line(challenge=ours, proof=proof)
@@ -50,10 +50,10 @@ def introduce(secret: str) -> Steps:
 
 
 def shake_hands(connection: socket.socket, steps: Steps) -> None:
-    """Run one side of a handshake over a socket that blocks; nothing more is read.
+    """Run one side of a handshake over a blocking socket; nothing more is read.
 
     Raises:
-        OSError: the other side does not know the secret, is silent or has gone.
+        OSError: the peer does not know the secret, is silent or has disconnected.
     """
     before, until = connection.gettimeout(), time.monotonic() + SECONDS
     say = next(steps)
@@ -70,7 +70,7 @@ def fields_of(line: bytes) -> dict[str, Any]:
     """The object of a line.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: the line is not an object.
     """
     try:
         fields = json.loads(line)
@@ -82,7 +82,7 @@ def fields_of(line: bytes) -> dict[str, Any]:
 
 
 def _received(connection: socket.socket, until: float) -> bytes:
-    """A line, byte by byte: what follows it is for others."""
+    """Read a line byte by byte, and nothing after it."""
     line = bytearray()
     while not line.endswith(b"\n"):
         connection.settimeout(max(until - time.monotonic(), 1e-3))

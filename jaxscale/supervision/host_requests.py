@@ -1,7 +1,7 @@
-"""What a driver asks of the hosts of its job, and waits for.
+"""Requests of a driver to the hosts of its job, which wait for the answers.
 
-Each function takes `until`, which takes in what the executors say until a condition
-holds, or for so many seconds.
+Each function takes `until`, which processes the executors' messages until a condition
+holds, or for a number of seconds.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -14,13 +14,13 @@ type Until = Callable[[Callable[[], bool], float], Awaitable[None]]
 
 
 async def stacks_of(hosts: Hosts, until: Until, seconds: float) -> dict[int, str]:
-    """Where the ranks stand; empty for those that do not answer."""
+    """The stacks of the ranks; empty for those that do not answer."""
     asked = [host for host in hosts if host.ranks]
     for host in asked:
         host.stacks = {}
         host.send(protocol.Stacks())
     before = -1
-    # Nobody is silent while the answers of a large job still come in.
+    # Nobody counts as silent while the answers of a large job still arrive.
     while before < (before := sum(len(host.stacks) for host in asked)):
         await until(
             lambda: all(
@@ -34,7 +34,7 @@ async def stacks_of(hosts: Hosts, until: Until, seconds: float) -> dict[int, str
 async def kill_ranks(
     hosts: Hosts, until: Until, seconds: float, report: Callable[[str], None]
 ) -> None:
-    """End all ranks; an executor that does not obey is dropped."""
+    """Kill all ranks; an executor that does not respond is dropped."""
     busy = list(hosts)
     for host in busy:
         host.port = None
@@ -58,13 +58,13 @@ async def failing_hosts(
     command: Sequence[str],
     directory: str,
 ) -> dict[str, str]:
-    """Have hosts check themselves: the names of those that fail, and why.
+    """Run the self-check on hosts: the names of those that fail, and why.
 
     Args:
         hosts: All hosts.
-        until: Takes in what they say.
-        seconds: How long a check may take.
-        names: The hosts that are asked.
+        until: Processes their messages.
+        seconds: Time limit of a check.
+        names: The hosts to check.
         command: The check.
         directory: Output directory of the run.
     """
@@ -83,7 +83,7 @@ async def failing_hosts(
     failed = {}
     for host in asked:
         found = host.diagnosis
-        # Without its executor nothing is known of a host; it comes back, or not.
+        # Without its executor nothing is known of a host; it may come back.
         if not _is_gone(host, hosts) and (found is None or found.code != 0):
             text = "no answer" if found is None else found.text.strip()
             code = f"code {found and found.code}"

@@ -1,4 +1,4 @@
-"""The executors of a job, as its driver sees them."""
+"""The executors of a job, on the side of the driver."""
 
 import asyncio
 import contextlib
@@ -18,22 +18,22 @@ from jaxscale.supervision import handshake, protocol
 _TICK_SECONDS = 0.05
 _SHORT_SECONDS = 0.02
 _LEAVE_SECONDS = 10.0
-# Executors come back at the same moment to a driver that was started again. The kernel
-# may allow fewer (net.core.somaxconn); those that are refused try again.
+# Executors reconnect to a restarted driver at the same moment. The kernel may allow
+# fewer (net.core.somaxconn); those that are refused try again.
 _BACKLOG = 4096
 
 
 class ConnectedHost:
-    """An executor that is connected."""
+    """A connected executor."""
 
     def __init__(self, host: protocol.Host, channel: protocol.Channel) -> None:
-        """Take in what it says of itself."""
+        """Store its description of itself."""
         self.name, self.address, self._channel = host.name, host.address, channel
         self.cycle, self.ranks = host.cycle, list(host.ranks)
         self.heard = 0.0
-        """When it last spoke, by the clock of the driver."""
+        """Time of its last message, by the driver's clock."""
         self.port: int | None = None
-        """A free port, while nothing runs there."""
+        """A free port, while no rank runs there."""
         self.stacks: dict[int, str] = {}
         self.diagnosis: protocol.Diagnosed | None = None
 
@@ -47,22 +47,22 @@ class ConnectedHost:
 
 
 class Hosts:
-    """Listens to executors, and keeps one running on this machine if asked to."""
+    """Serves executors, and keeps one running on this machine if asked to."""
 
     def __init__(
         self, secret: str, directory: Path, *, report: Callable[[str], None]
     ) -> None:
-        """Begin with none.
+        """Start without any.
 
         Args:
-            secret: That of the job.
+            secret: Secret of the job.
             directory: Where the executor of this machine writes its log.
-            report: Takes lines for the user.
+            report: Called with lines for the user.
         """
         self._secret, self._directory, self._report = secret, directory, report
         self._connected: dict[str, ConnectedHost] = {}
         self._ordered: list[ConnectedHost] | None = None
-        """Those above by their names, until one comes or goes."""
+        """The hosts by name, until one connects or disconnects."""
         self._inbox: asyncio.Queue[tuple[ConnectedHost, Any]] = asyncio.Queue()
         self._taken = 0.0
         self._doubles: set[str] = set()
@@ -85,7 +85,7 @@ class Hosts:
         return self._connected.get(name)
 
     async def listen(self, address: str, port: int) -> int:
-        """Listen at `address`, or where it names no port at `port`; that port.
+        """Listen on `address`, or on `port` if it names none; returns the port.
 
         Raises:
             ValueError: the port is taken, or the address is not of this machine.
@@ -109,9 +109,9 @@ class Hosts:
         return found
 
     async def take(self, understand: Callable[[ConnectedHost, Any], None]) -> None:
-        """Pass on what the executors say, for a moment."""
-        # What comes within a moment is taken together: who looks after each message at
-        # the whole job has no time for anything else.
+        """Pass on the executors' messages, for a moment."""
+        # Messages of a moment are batched: looking at the whole job after each message
+        # would leave no time for anything else.
         await asyncio.sleep(self._taken + _SHORT_SECONDS - time.monotonic())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_TICK_SECONDS):
@@ -127,7 +127,7 @@ class Hosts:
             host.send(message)
 
     def drop(self, host: ConnectedHost) -> None:
-        """End the connection to one that does not answer."""
+        """Close the connection to a host that does not answer."""
         host.close()
         self._connected.pop(host.name, None)
         self._ordered = None
@@ -136,8 +136,8 @@ class Hosts:
         """Start the executor of this machine if none is there; its process.
 
         Args:
-            before: That of a driver before this one, which has not come back; 0 if
-                there was none.
+            before: Process id of a previous driver's executor, which has not
+                reconnected; 0 if there was none.
         """
         if self._local is not None and self._local.poll() is None:
             return self._local.pid
@@ -151,19 +151,19 @@ class Hosts:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # it goes on when the driver is killed
+                start_new_session=True,  # it continues when the driver is killed
             )
         return self._local.pid
 
     def end_local(self, process: int) -> None:
-        """Kill an executor of this job, whose ranks the kernel then ends."""
+        """Kill an executor of this job; the kernel then kills its ranks."""
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
-            if self.address in words:  # not another that has got its number
+            if self.address in words:  # not another process that has its number
                 os.kill(process, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Tell all that the job is over, and wait until they have left, for a while."""
+        """Tell all that the job is over, and wait a while until they disconnect."""
         self.broadcast(protocol.Quit())
         until = time.monotonic() + _LEAVE_SECONDS
         while self._connected and time.monotonic() < until:
@@ -183,7 +183,7 @@ class Hosts:
     async def _hear(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Listen to an executor."""
+        """Serve the connection of an executor."""
         channel, host = protocol.Channel(reader, writer), None
         with contextlib.closing(channel), contextlib.suppress(OSError):
             await channel.shake_hands(handshake.welcome(self._secret))

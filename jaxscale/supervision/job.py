@@ -19,27 +19,27 @@ def supervise(
     *,
     report: Callable[[str], None] | None = None,
 ) -> int:
-    """Run a command as the ranks of a job, and start them again after faults.
+    """Run a command as the ranks of a job, and restart them after faults.
 
     The command is started `processes` times, with the variables that
-    `jaxscale.sharding.initialize` reads. Each start has to continue what the one
-    before has saved, as ``jaxscale train ... --resume auto`` does, or a script that
-    calls `fit`.
+    `jaxscale.sharding.initialize` reads. Each start must resume from what the previous
+    one has saved, as ``jaxscale train ... --resume auto`` does, or a script that calls
+    `fit`.
 
     Args:
-        command: The words of the command, or a line of them.
-        directory: Output directory of the run; the driver keeps its files in the folder
-            ``supervisor`` there.
+        command: The command, as a list of words or a string.
+        directory: Output directory of the run; the driver keeps its files in its folder
+            ``supervisor``.
         config: The settings; None is one process.
-        report: Takes lines about the job; None prints them.
+        report: Called with lines about the job; None prints them.
 
     Returns:
-        0 when all ranks have ended well, 1 if a signal has stopped them.
+        0 if all ranks have succeeded, 1 if a signal has stopped them.
 
     Raises:
         ValueError: there is no command, another driver works in the directory, or its
             state cannot be read.
-        GaveUp: the job fails again and again.
+        GaveUp: the job keeps failing.
 
     Example:
         >>> import sys, tempfile

@@ -1,4 +1,4 @@
-"""What the system lets a process have: open files, and so connections."""
+"""System limits of a process: open files, and so connections."""
 
 import resource
 
@@ -10,7 +10,7 @@ def allow_connections(count: int) -> None:
     """Let this process hold `count` connections at once.
 
     Raises:
-        ValueError: the system does not.
+        ValueError: the system does not allow it.
 
     Example:
         >>> allow_connections(8)

@@ -1,9 +1,8 @@
-"""How much of the time a process is not run, though it wants to.
+"""How much of the time a process is paused although it wants to run.
 
-A rank that is stopped, throttled or swapped out is seen nowhere else: its own clocks
-stop with it, the others wait in a collective, and all end their steps together. A
-thread that sleeps for a moment notices by how much it comes late, whatever the process
-does meanwhile.
+A rank that is stopped, throttled or swapped out shows nowhere else: its own clocks stop
+with it, the others wait in a collective, and all end their steps together. A thread
+that sleeps briefly notices by how much it wakes late, whatever the process does.
 """
 
 import collections
@@ -15,15 +14,15 @@ from collections.abc import Callable
 
 _SLEEP_SECONDS = 0.01
 _BLOCK_SECONDS, _BLOCKS, _FEWEST = 2.0, 6, 3
-# Less is what a thread waits for the lock of the interpreter and for a core.
+# Less is normal waiting for the GIL and for a core.
 _LEAST, _MOST = 0.1, 0.99
 
 
 class Pauses:
-    """Follows this process from its first use on.
+    """Measures this process from its first use on.
 
-    The time is divided into blocks of 2 seconds, and the median of the last six counts:
-    a single halt, of a full disk or a collection of garbage, is in one of them.
+    Time is divided into blocks of 2 seconds, and the median of the last six counts: a
+    single pause, by a full disk or garbage collection, is in one of them.
 
     Example:
         >>> pauses, at = Pauses(), 0.0
@@ -35,13 +34,13 @@ class Pauses:
     """
 
     def __init__(self) -> None:
-        """Begin without a thread."""
+        """Start without a thread."""
         self._slept = self._late = 0.0
         self._blocks: collections.deque[float] = collections.deque(maxlen=_BLOCKS)
         self._thread: threading.Thread | None = None
 
     def start(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Follow this process on a thread, once."""
+        """Start the thread, once."""
 
         def follow() -> None:
             before = clock()
@@ -57,7 +56,7 @@ class Pauses:
             self._thread.start()
 
     def woke(self, began: float, now: float) -> None:
-        """A sleep has ended that began at `began`; both in seconds."""
+        """A sleep from `began` has ended at `now`, in seconds."""
         self._slept += now - began
         self._late += max(now - began - _SLEEP_SECONDS, 0.0)
         if self._slept >= _BLOCK_SECONDS:
@@ -65,7 +64,7 @@ class Pauses:
             self._slept = self._late = 0.0
 
     def factor(self) -> float:
-        """How many times as long as it needs this process takes; 0 while unknown."""
+        """Slowdown of this process by pauses, as a factor; 0 while unknown."""
         blocks = list(self._blocks)
         if len(blocks) < _FEWEST:
             return 0.0

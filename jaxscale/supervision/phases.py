@@ -1,6 +1,6 @@
-"""Names of the events of a process, in what order they come, and what each means.
+"""Names of the events of a process, their order, and their meaning.
 
-The supervisor and the pages of a run read these alike; a new phase is named here alone.
+The supervisor and the pages of a run both use these; a new phase is added only here.
 """
 
 START, MEET, JOINED, LAYOUT, RESTORE = "start", "meet", "joined", "layout", "restore"
@@ -14,15 +14,15 @@ STOPPED = "stopped"
 """A signal ends the run."""
 ENDING = FINISH, BYE = "finish", "bye"
 
-# That a step is done is heard from another thread, at any time, and is no place of the
-# process.
+# The end of a step is reported from another thread, at any time, and is not a phase of
+# the process.
 DONE = "done"
 ERROR, NOT_FINITE, WRONG_VALUES = "error", "not_finite", "wrong_values"
 PACE, PROFILE, MEMORY, COMPILED = "pace", "profile", "memory", "compiled"
 MEASUREMENTS = (PACE, PROFILE, MEMORY, COMPILED)
 
 SPANS = {SAVE: SAVED, EVAL: EVALUATED}
-"""Events that begin what takes time, and those that end it."""
+"""Events that begin an interval, and those that end it."""
 PHASES = (
     *STARTING,
     COMPILE,
@@ -40,9 +40,9 @@ DEADLINES = {
     **dict.fromkeys([SAVE, STOPPED, *ENDING], "save"),
     EVAL: "evaluate",
 }
-"""The field of `Deadlines` that bounds a phase; of others it is ``step``."""
+"""The field of `Deadlines` for a phase; for other phases it is ``step``."""
 PAUSES = {
     **dict.fromkeys([SAVE, STOPPED, FINISH], "checkpoint"),
     EVAL: "evaluation",
 }
-"""The part of the time of a run that a phase takes, where it is no step."""
+"""The part of a run's time that a phase belongs to, if it is not a step."""

@@ -1,8 +1,9 @@
-"""The protocol of supervision: JSON lines over TCP, of processes that share a secret.
+"""The protocol of supervision: JSON lines over TCP, between processes with a shared
+secret.
 
-A line is an object ``{"is": "Moved", ...}`` with the fields of one of the dataclasses
-here, no more and no fewer, of their types; anything else ends the connection. Before
-the first line both sides prove that they know the secret (`handshake`).
+A line is an object ``{"is": "Moved", ...}`` with exactly the fields of one of the
+dataclasses here, of their types; anything else ends the connection. Before the first
+line both sides prove that they know the secret (`handshake`).
 """
 
 import asyncio
@@ -21,14 +22,14 @@ from jaxscale.supervision.handshake import ProtocolError, fields_of
 SECRET = "JAXSCALE_SECRET"
 """Environment variable that holds the secret of a job."""
 LONGEST_LINE = 2**16
-"""Bytes of a line; a longer one ends the connection."""
+"""Maximum bytes of a line; a longer one ends the connection."""
 
 _MOST_UNREAD = 2**24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Joined:
-    """Rank to executor, first: the process that speaks for a rank."""
+    """Rank to executor, first message: the process of a rank."""
 
     rank: int
     cycle: int
@@ -39,7 +40,7 @@ class Joined:
 class Moved:
     """Rank to executor to driver: ranks have reached a phase of a step.
 
-    A rank speaks for itself; its executor tells at once what several have said.
+    A rank reports itself; its executor combines the reports of several.
     """
 
     ranks: list[int]
@@ -48,29 +49,29 @@ class Moved:
     phase: str
     kind: str
     text: str = ""
-    """What an event of kind ``fault`` says of itself."""
+    """Description of an event of kind ``fault``."""
     loss: float = 0.0
-    """Of a step that is done; 0 where it is unknown or not finite."""
+    """Loss of a step that is done; 0 if unknown or not finite."""
     suspects: list[int] = dataclasses.field(default_factory=list)
-    """Ranks that ``wrong_values`` accuses."""
+    """Ranks named by ``wrong_values``."""
     sure: bool = True
     """False if only some of these are at fault, and it is not known which."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Rank to executor to driver: how long ranks were at work by themselves."""
+    """Rank to executor to driver: how long each rank worked by itself."""
 
     ranks: list[int]
     cycle: int
     step: int
     name: str
-    """computing, host or paused: a step, what the device waited for before it, and how
-    many times as long as needed the process took, since it was not run."""
+    """computing, host or paused: the compute time of a step, what the device waited for
+    before it, and the slowdown of the process by pauses."""
     seconds: list[float]
-    """One for each rank."""
+    """One value per rank."""
     group: str = ""
-    """What the ranks do, where not all do the same."""
+    """The roles of the ranks, if they differ."""
 
     def __post_init__(self) -> None:
         if len(self.seconds) != len(self.ranks):
@@ -81,7 +82,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exited:
-    """Executor to driver: a process has ended, with the end of what it printed."""
+    """Executor to driver: a process has ended, with the end of its output."""
 
     rank: int
     cycle: int
@@ -91,14 +92,14 @@ class Exited:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Host:
-    """Executor to driver, first: who it is, and what it is doing."""
+    """Executor to driver, first message: who it is, and what runs there."""
 
     name: str
     address: str
-    """By which the other hosts reach this one."""
+    """Address by which other hosts reach this one."""
     cycle: int
     ranks: list[int]
-    """Those that run here."""
+    """Ranks that run here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ class Alive:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Executor to driver: where the threads of a rank stand."""
+    """Executor to driver: the thread stacks of a rank."""
 
     rank: int
     text: str
@@ -136,31 +137,31 @@ class Start:
     cycle: int
     ranks: list[int]
     processes: int
-    """Of the whole job."""
+    """Number of ranks of the whole job."""
     coordinator: str
     command: list[str]
     directory: str
     resume_before: int
     """Checkpoints of this step and later ones are not used; 0 for the newest."""
     is_first: bool
-    """Whether no start of this command has come to a state to go on from."""
+    """Whether no start of this command has reached a state to resume from."""
     skips: list[list[int]]
-    """Pairs: before this step so many batches are left out."""
+    """Pairs: before this step, this many batches are skipped."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stacks:
-    """Driver to executor: ask every rank where it stands."""
+    """Driver to executor: get the stacks of every rank."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kill:
-    """Driver to executor: end every process group at once, then say `Idle`."""
+    """Driver to executor: kill every process group at once, then send `Idle`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Terminate:
-    """Driver to executor: ask every rank to save and leave (SIGTERM)."""
+    """Driver to executor: ask every rank to save and exit (SIGTERM)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,7 +201,7 @@ _KINDS: dict[str, Any] = {k.__name__: k for k in typing.get_args(Message.__value
 
 @functools.cache
 def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Types of the fields of a message, and the names of those that it must have."""
+    """Types of the fields of a message, and the names of required ones."""
     hints = typing.get_type_hints(kind)
     required = {
         f.name
@@ -211,9 +212,9 @@ def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def merged(messages: Iterable[Moved | Measured]) -> list[Moved | Measured]:
-    """The same in fewer messages: what is alike of several ranks is said once.
+    """The same in fewer messages: equal ones of several ranks are combined.
 
-    What a rank says stays in its order, as faults do.
+    Messages of a rank stay in their order, as faults do.
 
     Example:
         >>> place = {"cycle": 1, "step": 7, "phase": "data", "kind": "host"}
@@ -234,7 +235,7 @@ def merged(messages: Iterable[Moved | Measured]) -> list[Moved | Measured]:
 
 
 def _alike(message: Moved | Measured) -> Any:
-    """What messages have in common that are told as one; None of one that is not."""
+    """The common part of messages that may be combined; None if one may not."""
     if isinstance(message, Measured):
         return message.cycle, message.step, message.name, message.group
     if message.kind == "fault":
@@ -266,7 +267,7 @@ def decode(line: bytes) -> Any:
     """The message of a line.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: it is not a message.
 
     Example:
         >>> decode(b'{"is": "Idle", "port": "8476"}')
@@ -292,7 +293,7 @@ def decode(line: bytes) -> Any:
 
 
 def _is(value: Any, hint: Any) -> bool:
-    if hint in _PLAIN:  # what JSON makes is of no subclass
+    if hint in _PLAIN:  # JSON values are never of a subclass
         return type(value) in _PLAIN[hint]
     (element,) = typing.get_args(hint)
     if type(value) is not list:
@@ -316,11 +317,11 @@ class Channel:
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Take over an open connection."""
+        """Wrap an open connection."""
         self._reader, self._writer = reader, writer
 
     def send(self, *messages: Message) -> None:
-        """Send without waiting; one who does not read for long is cut off."""
+        """Send without waiting; a peer that does not read for long is disconnected."""
         if self._writer.transport.get_write_buffer_size() > _MOST_UNREAD:
             self._writer.transport.abort()
         self._writer.write(b"".join(map(encode, messages)))
@@ -329,7 +330,7 @@ class Channel:
         """The next message.
 
         Raises:
-            ConnectionError: the other side has gone, or said nonsense.
+            ConnectionError: the peer has disconnected, or sent an invalid message.
         """
         return decode(await self._line())
 
@@ -343,14 +344,14 @@ class Channel:
         return line
 
     def close(self) -> None:
-        """Close the connection after what was sent."""
+        """Close the connection after everything is sent."""
         self._writer.close()
 
     async def shake_hands(self, steps: handshake.Steps) -> None:
         """Run one side of a handshake.
 
         Raises:
-            ConnectionError: the other side does not know the secret.
+            ConnectionError: the peer does not know the secret.
         """
         async with asyncio.timeout(handshake.SECONDS):
             say = next(steps)
@@ -363,10 +364,10 @@ class Channel:
 
 
 async def connect(address: str, secret: str) -> Channel:
-    """Connect to a server and introduce oneself.
+    """Connect to a server and run the handshake.
 
     Raises:
-        OSError: nobody listens there, or no one of this job.
+        OSError: nobody listens there, or not a process of this job.
     """
     host, port = split_address(address)
     reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_LINE)
@@ -388,7 +389,7 @@ def connect_blocking(address: str, secret: str) -> socket.socket:
     """The same for a process without an event loop: a socket to send lines into.
 
     Raises:
-        OSError: nobody listens there, or no one of this job.
+        OSError: nobody listens there, or not a process of this job.
     """
     connection = socket.create_connection(split_address(address), handshake.SECONDS)
     try:
@@ -403,7 +404,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Host and port of ``host:port``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it has another form.
 
     Example:
         >>> split_address("[::1]:7000")

@@ -1,10 +1,10 @@
 """The self-check of a host that may have caused a fault.
 
-``python -m`` it with the output directory and the seconds that it may take. It exits
-with 1, and says why on its last line, where the host must not be used: files do not
-come back as they were written, the same sum is not the same twice, the GPUs do not
-answer, or ``jaxscale diagnose`` finds one that is slow or wrong. A host whose GPUs are
-not used by JAX is checked without it, and without the seconds that it takes to start.
+Run it by ``python -m`` with the output directory and a time limit in seconds. It exits
+with 1, and says why on its last line, if the host must not be used: files read back
+differ, a repeated checksum differs, the GPUs do not answer, or ``jaxscale diagnose``
+finds one that is slow or wrong. If JAX uses no GPUs, that check, and the seconds that
+it takes to start, are skipped.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 def check(directory: str) -> str | None:
-    """What is wrong with this host; None if nothing is known.
+    """What is wrong with this host; None if nothing is found.
 
     Args:
         directory: The output directory of the run.
@@ -81,14 +81,14 @@ def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def check_gpus(count: int, seconds: float) -> str | None:
-    """What ``jaxscale diagnose`` finds wrong with the GPUs of this host.
+    """The faults that ``jaxscale diagnose`` finds on the GPUs of this host.
 
     Args:
-        count: How many there have to be.
-        seconds: That it may take.
+        count: Expected number of GPUs.
+        seconds: Time limit.
     """
     command = [sys.executable, "-m", "jaxscale", "diagnose", "--no-host"]
-    # A host is left out for good only where there is no doubt.
+    # A host is excluded for good only if there is no doubt.
     command += ["--least-share", "0.5"]
     command += ["--gpus", f"{count}", "--seconds", f"{seconds:g}"]
     command += ["--measure-seconds", f"{seconds / 2:g}"]
@@ -97,7 +97,7 @@ def check_gpus(count: int, seconds: float) -> str | None:
     lines = found.stdout.strip().splitlines()
     if found.returncode == 1 and lines:
         return lines[-1]
-    # Where it could not run, nothing is known.
+    # If it could not run, nothing is known.
     return None
 
 

@@ -1,8 +1,8 @@
-"""Which ranks hold up the others, from what each of them measures of itself.
+"""Detection of slow ranks (stragglers), from each rank's own measurements.
 
-All ranks of a synchronous job end a step together, so the duration of a step names
-nobody. What differs is how long a rank is at work by itself: it computes for longer and
-waits less in collectives, or hands its device a step late.
+All ranks of a synchronous job end a step together, so the duration of a step identifies
+nobody. What differs is how long a rank works by itself: it computes for longer and
+waits less in collectives, or dispatches a step late.
 """
 
 import collections
@@ -16,7 +16,7 @@ from jaxscale.supervision.protocol import Measured
 
 _WINDOW, _NOW, _FEWEST = 48, 16, 12
 _LEAST = 0.05
-_ENOUGH = 512  # ranks; of more the rest only makes a look slower
+_ENOUGH = 512  # ranks; more would only take longer
 _ERRORS, _SPREADS = 5.0, 4.75
 _SIGMA = 1.4826  # of a normal distribution, by its median absolute deviation
 
@@ -28,7 +28,7 @@ class Slow:
     rank: int
     """Number of the process."""
     factor: float
-    """How many times as long it is at work as the others in its group."""
+    """Factor by which it works longer than the others in its group."""
 
 
 def slow_ranks(
@@ -37,31 +37,31 @@ def slow_ranks(
     groups: Mapping[int, Hashable] | None = None,
     known: Collection[int] = (),
 ) -> list[Slow]:
-    r"""Name the ranks that take longer than the others, the slowest first.
+    r"""Find the ranks that take longer than the others, the slowest first.
 
     A sample of a rank is divided by the (lower) median of the ranks at the same time,
-    which removes what strikes all, and the mean of the middle half of its last 48
-    ratios removes what strikes one for a moment: a collection of garbage, a checkpoint.
-    A rank is slow if this mean is more than
+    which removes what affects all, and the mean of the middle half of its last 48
+    ratios removes what affects one for a moment: garbage collection, a checkpoint. A
+    rank is slow if this mean is more than
 
     $$1 + \max(0.05,\; 5 e,\; 4.75 s)$$
 
-    times that of most, where e is the standard error of a mean, from the scatter of the
-    ratios of each rank, and s the spread of the means: GPUs that are well differ by a
-    per cent or two. Of the last 16 ratios it must be half as much. Slow ranks are left
-    out, and the others compared again.
+    times that of most, where e is the standard error of a mean, from the scatter of
+    each rank's ratios, and s the spread of the means: healthy GPUs differ by a per cent
+    or two. For the last 16 ratios it must be half as much. Slow ranks are removed, and
+    the others compared again.
 
     Args:
-        series: Of each rank, seconds that it was at work, in samples taken at the same
-            times; the newest are last. NaN is a sample that is missing.
-        groups: What each rank does, where not all do the same, as its stage of a
-            pipeline: ranks are compared within a group. None is one group.
-        known: Ranks that were slow before: half as much is enough for them, so that
-            one at the limit does not come and go.
+        series: For each rank, seconds of its own work, in samples taken at the same
+            times; the newest are last. NaN is a missing sample.
+        groups: The role of each rank, if they differ, such as its pipeline stage: ranks
+            are compared within a group. None is one group.
+        known: Ranks that were slow before: half the threshold applies to them, so that
+            one at the limit does not flap.
 
     Returns:
-        Ranks that are slow now. Of a group of one, and before there are 12 samples,
-        nothing is known.
+        Ranks that are slow now. In a group of one, and before there are 12 samples,
+        there are none.
 
     Example:
         >>> well = [1.0, 1.01, 0.99, 1.0] * 3
@@ -85,13 +85,13 @@ def slow_ranks(
 def _slow_of(
     series: Mapping[int, Sequence[float]], known: Collection[int]
 ) -> list[Slow]:
-    """Those that are slow among ranks that do the same."""
+    """The slow ranks of one group."""
     count = min(_WINDOW, *(len(samples) for samples in series.values()))
     if count < _FEWEST:
         return []
     recent = {rank: samples[-count:] for rank, samples in series.items()}
     found: dict[int, float] = {}
-    while True:  # without those that are slow the others are better known
+    while True:  # without slow ranks the estimate of the others improves
         factors = _above_limit(recent, recent.keys() - found, known)
         if factors.keys() <= found.keys():
             return [Slow(rank=rank, factor=f) for rank, f in found.items()]
@@ -103,7 +103,7 @@ def _above_limit(
     well: Collection[int],
     known: Collection[int],
 ) -> dict[int, float]:
-    """The ranks above the limit that those that are `well` set, and their factors."""
+    """The ranks above the limit set by the `well` ones, and their factors."""
     some = _some(well)
     usual = []  # by sample
     for column in zip(*(recent[rank] for rank in some), strict=True):
@@ -123,20 +123,20 @@ def _above_limit(
         abs(x / centers[rank] - 1) for rank in some for x in ratios[rank]
     )
     error = scatter / math.sqrt(min(len(ratios[rank]) for rank in well))
-    error *= math.sqrt(1 + 2 / len(well))  # few do not tell well what is usual
+    error *= math.sqrt(1 + 2 / len(well))  # few ranks give an uncertain baseline
     errors = max(_ERRORS * _SIGMA * error, _SPREADS * _SIGMA * spread / middle)
     excess = max(_LEAST, errors)
     return {
         rank: c / middle
         for rank, c in centers.items()
         if c > middle * (1 + (excess / 2 if rank in known else excess))
-        # It still is: one that was slow for a time leaves the list sooner.
+        # It still is: a rank that was slow for a time leaves the list sooner.
         and _center(ratios[rank][-_NOW:]) > middle * (1 + excess / 2)
     }
 
 
 def _some(ranks: Collection[int]) -> Collection[int]:
-    """Enough of them, evenly, to know by what is usual."""
+    """An even sample of them, large enough for a baseline."""
     stride = -(-len(ranks) // _ENOUGH)
     return ranks if stride <= 1 else sorted(ranks)[::stride]
 
@@ -148,7 +148,7 @@ def _center(values: Sequence[float]) -> float:
 
 
 class Measurements:
-    """What the ranks of a cycle have measured, and who is slow by it.
+    """The measurements of the ranks of a cycle, and which ranks are slow.
 
     Example:
         >>> measured = Measurements()
@@ -161,15 +161,15 @@ class Measurements:
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Start without any."""
         self._series: dict[str, dict[int, dict[int, float]]] = {}
         self._groups: dict[int, str] = {}
         self._known: dict[str, set[int]] = {}
         self.is_new = False
-        """Whether there are any that `slow` has not seen."""
+        """Whether there are measurements that `slow` has not seen."""
 
     def add(self, said: Measured) -> None:
-        """Take in what ranks have measured at a step at which all measure it."""
+        """Store measurements of ranks at a step that all measure."""
         steps = self._series.setdefault(said.name, {})
         sample = steps.setdefault(said.step, {})
         sample |= zip(said.ranks, said.seconds, strict=True)
@@ -179,11 +179,11 @@ class Measurements:
         self.is_new = True
 
     def slow(self) -> list[tuple[str, Slow]]:
-        """The ranks that are slow now, each with the quantity that says so."""
+        """The ranks that are slow now, each with the quantity that shows it."""
         self.is_new = False
         found = []
         for name, steps in self._series.items():
-            # The newest step may not have come from all ranks yet.
+            # The newest step may not be reported by all ranks yet.
             recent = [steps[step] for step in sorted(steps)[-_WINDOW:]]
             ranks = sorted({rank for sample in recent for rank in sample})
             series = {n: [s.get(n, math.nan) for s in recent] for n in ranks}

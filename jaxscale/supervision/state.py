@@ -1,4 +1,4 @@
-"""The driver's state as a file, so that a driver that was killed goes on."""
+"""The driver's state as a file, so that a killed driver can continue."""
 
 import contextlib
 import dataclasses
@@ -15,64 +15,63 @@ from jaxscale.checks import private_folder
 
 STATE_FILE = "state.json"
 DONE = "done"
-"""How a job has ended that is not to be continued."""
+"""The ends of a job that is not to be continued."""
 
 
 @dataclasses.dataclass
 class State:
-    """What a driver that is started again has to know."""
+    """The state that a restarted driver needs."""
 
     secret: str
-    """That of the job."""
+    """Secret of the job."""
     port: int = 0
-    """Where the driver listens."""
+    """Listen address of the driver."""
     cycle: int = 0
     """Starts of the job so far."""
     running: bool = False
-    """Whether its processes were started and not ended."""
+    """Whether its processes were started and have not ended."""
     best: int = 0
-    """The newest step that was done in any cycle."""
+    """The newest step done in any cycle."""
     idle: int = 0
-    """Cycles in a row that reached no new step."""
+    """Consecutive cycles without a new step."""
     executor: int = 0
-    """Process of the executor that the driver has started itself."""
+    """Process id of the executor that the driver has started itself."""
     excluded: dict[str, str] = dataclasses.field(default_factory=dict)
     """Hosts that are not used any more, and why."""
     wrong: dict[str, int] = dataclasses.field(default_factory=dict)
     """How often a host was suspected of wrong values."""
     replayed: list[int] = dataclasses.field(default_factory=list)
-    """Steps that were not finite and computed again."""
+    """Steps that were not finite and are recomputed."""
     spikes: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Steps whose loss was too high and that were computed again, and what is too high
-    for each."""
+    """Steps that are recomputed after a loss spike, and the spike threshold of each."""
     skips: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Steps whose loss was too high again, and how many batches are left out there."""
+    """Steps whose loss spike recurred, and the number of batches to skip there."""
     resume_before: int = 0
-    """Until all ranks have restored, a start uses no checkpoint of this step or later;
-    0 for the newest."""
+    """Until all ranks have restored, a start excludes checkpoints of this step or
+    later; 0 excludes none."""
     command: list[str] = dataclasses.field(default_factory=list)
-    """What the ranks of the last cycle run."""
+    """Command of the ranks of the last cycle."""
     under_way: bool = False
-    """Whether a cycle of this command has come to a state to go on from."""
+    """Whether a cycle of this command has reached a state to resume from."""
     began: int = 0
-    """The step from which the last cycle went on."""
+    """The step from which the last cycle resumed."""
     ended: str = ""
-    """How the job ended; empty while it goes on."""
+    """How the job ended; empty while it runs."""
 
     def get_under_way(self, began: int | None) -> None:
-        """A cycle of this command goes on from step `began`, if that was heard of."""
+        """A cycle of this command resumes from step `began`, if that was reported."""
         self.under_way = True
         if began is not None:  # the user may have gone back
             self.best = min(self.best, began)
 
     def count(self, reached: int, began: int | None, *, is_unsaved: bool) -> None:
-        """Count a cycle that has ended by a fault, if it was in vain.
+        """Count a cycle that has ended by a fault, if it made no progress.
 
         Args:
             reached: The newest step before it.
-            began: The step that it went on from, if that was heard of.
-            is_unsaved: Whether it could not write a checkpoint: what it has computed
-                is lost then, and computed again, whatever steps it reached.
+            began: The step that it resumed from, if that was reported.
+            is_unsaved: Whether it could not write a checkpoint: its steps are then lost
+                and recomputed.
         """
         if is_unsaved:
             is_news = began is not None and began > self.began
@@ -82,7 +81,7 @@ class State:
         self.began = self.began if began is None else began
 
     def write(self, directory: Path) -> None:
-        """Write the file, whole or not at all, readable by its owner alone."""
+        """Write the file atomically, readable by its owner only."""
         draft = directory / f".{STATE_FILE}"
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -91,11 +90,11 @@ class State:
 
 
 def read(directory: Path, secret: str = "") -> State:
-    """The state in `directory`, or a new one; after the end of a job it begins anew.
+    """The state in `directory`, or a new one, also after the end of a job.
 
     Args:
-        directory: That of the supervisor, in the output directory of the run.
-        secret: That of the job; empty makes one up.
+        directory: The supervisor's directory, in the output directory of the run.
+        secret: Secret of the job; empty generates one.
 
     Raises:
         ValueError: the file is damaged, or another version of jaxscale wrote it.
@@ -131,16 +130,16 @@ def record(
     kind: str = "host",
     **args: Any,
 ) -> None:
-    """Append an event to those of the driver, in the form of those of the ranks.
+    """Append an event of the driver, in the format of the ranks' events.
 
     Args:
-        directory: That of the supervisor.
+        directory: The supervisor's directory.
         cycle: Starts of the job so far.
         name: The event.
         step: The step that it belongs to.
         since: When it began, in seconds since 1970.
-        kind: Whom it concerns.
-        args: More of it.
+        kind: The kind of the event.
+        args: Its arguments.
 
     Raises:
         OSError: it cannot be written.
@@ -153,10 +152,10 @@ def record(
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Keep other drivers away from `directory`, until this process ends.
+    """Lock `directory` against other drivers, until this process ends.
 
     Raises:
-        ValueError: there is one, or the directory cannot be made.
+        ValueError: another driver has the lock, or the directory cannot be made.
     """
     import fcntl  # which not all platforms have
 
@@ -183,11 +182,12 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def programs(directory: Path, environ: Mapping[str, str] = os.environ) -> str:
-    """Where ranks keep compiled programs: the user's own cache, or beside the run.
+    """The compilation cache of the ranks: the user's own, or one in the run's
+    directory.
 
     Args:
-        directory: That of the driver.
-        environ: The variables of this process.
+        directory: The driver's directory.
+        environ: The environment variables of this process.
 
     Raises:
         ValueError: others may write to it, or it cannot be made.

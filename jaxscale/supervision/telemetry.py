@@ -1,4 +1,4 @@
-"""What a driver tells of its job: slow ranks, and figures in the form of Prometheus."""
+"""Telemetry of a job: slow ranks, and Prometheus metrics."""
 
 import asyncio
 import collections
@@ -26,40 +26,40 @@ PARTS: tuple[str, ...] = (
     "start",
     "restart",
 )
-"""Parts of the time of a job, as its driver sees them."""
+"""Parts of the time of a job, as seen by its driver."""
 
 _CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 _REQUEST_SECONDS, _LONGEST_REQUEST = 5.0, 2**14
 _LOOK_SECONDS, _TAIL = 1.0, 2**14
-_REST = 20  # times as long as a look at slow ranks took
+_REST = 20  # times as long as the search for slow ranks took
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlowNews:
-    """Which ranks are slow, where others were before."""
+    """A change in which ranks are slow."""
 
     line: str
     """A sentence for the user."""
     ranks: list[int]
-    """Those that are slow now, the slowest first."""
+    """Ranks that are slow now, the slowest first."""
     factors: list[float]
-    """How many times as long each is at work as the others."""
+    """Factor by which each works longer than the others."""
     names: list[str]
-    """The quantity that says so: computing or host."""
+    """The quantity that shows it: computing or host."""
     hosts: list[str]
     """Hosts of these ranks."""
 
     @property
     def args(self) -> dict[str, Any]:
-        """What an event says of it."""
+        """Arguments of its event."""
         return {k: v for k, v in vars(self).items() if k != "line"}
 
 
 class Telemetry:
-    """Follows a job for those who look at it from outside."""
+    """Collects the metrics of a job."""
 
     def __init__(self, output: Path, ranks: int) -> None:
-        """Begin to count.
+        """Start to count.
 
         Args:
             output: Output directory of the run, for its newest metrics.
@@ -70,7 +70,7 @@ class Telemetry:
         """Starts of the job until now."""
         self._phases: dict[int, str] = {}
         self._lowest: list[int] = []
-        """A heap of the ranks above, and of some that have left."""
+        """A heap of the ranks above, and of some that have exited."""
         self._step, self._loss, self._step_at = -1, math.nan, math.nan
         self._faults = collections.Counter[str]()
         self._times: dict[str, float] = dict.fromkeys(PARTS, 0.0)
@@ -90,7 +90,7 @@ class Telemetry:
         self._begin_cycle()
 
     def heard(self, message: Any) -> None:
-        """Take in what a rank of the present cycle says."""
+        """Process a message of a rank in the current cycle."""
         match message:
             case Measured():
                 self._measured.add(message)
@@ -137,9 +137,9 @@ class Telemetry:
     def slow_news(
         self, ranks_of: Iterable[tuple[str, Iterable[int]]]
     ) -> SlowNews | None:
-        """What is new about slow ranks, if anything.
+        """The change in slow ranks, if any.
 
-        It is looked for once a second, or where that takes long, less often.
+        They are searched once a second, or less often if that takes long.
 
         Args:
             ranks_of: Hosts and their ranks.
@@ -173,10 +173,10 @@ class Telemetry:
 
     @contextlib.asynccontextmanager
     async def served(self, address: str) -> AsyncIterator[None]:
-        """Answer ``GET /metrics`` at ``host:port`` meanwhile; at "" do nothing.
+        """Context that serves ``GET /metrics`` on ``host:port``; nothing for "".
 
         Raises:
-            ValueError: the address cannot be listened at.
+            ValueError: the address cannot be listened on.
         """
         if not address:
             yield
@@ -222,7 +222,7 @@ class Telemetry:
                 await writer.drain()
 
     def exposition(self) -> str:
-        """All figures, in the text format of Prometheus."""
+        """All metrics, in the text format of Prometheus."""
         self._tick()
         newest = _last_record(self._output / "metrics.jsonl")
         slow = [
@@ -341,7 +341,7 @@ def _number(value: float) -> str:
 
 
 def _last_record(path: Path) -> dict[str, Any]:
-    """The newest whole line of the metrics of steps."""
+    """The newest complete line of step metrics."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))

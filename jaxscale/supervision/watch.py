@@ -1,6 +1,7 @@
-"""What the driver makes of what it hears: is the job well, and if not, who is it.
+"""The driver's judgment of the ranks' messages: whether there is a fault, and who
+caused it.
 
-Nothing here waits, sends or starts: what ranks say goes in, a `Fault` comes out.
+Nothing here waits, sends or starts: messages of ranks go in, a `Fault` comes out.
 """
 
 import collections
@@ -17,8 +18,8 @@ from jaxscale.supervision.protocol import Exited, Moved
 
 
 USAGE, DIVERGED, STOPPED = 2, 3, 1
-"""Exit codes of ``jaxscale train`` after which nothing is tried again, and of a run
-that a signal has ended with a checkpoint."""
+"""Exit codes of ``jaxscale train`` after which there is no restart, and of a run that a
+signal has ended with a checkpoint."""
 
 _LOSSES, _FEWEST_LOSSES = 64, 8
 _UNSAVED = "CheckpointNotWritten:"
@@ -26,7 +27,7 @@ _UNSAVED = "CheckpointNotWritten:"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Why a job has to be started again."""
+    """Why a job must be restarted."""
 
     kind: Literal[
         "exit",
@@ -41,17 +42,17 @@ class Fault:
         "slow",
     ]
     reason: str
-    """A sentence."""
+    """Description in one sentence."""
     step: int
-    """The newest step that was done, or the one that was not finite or a spike."""
+    """The newest step done, or the one that was not finite or a loss spike."""
     suspects: tuple[int, ...] = ()
     """Ranks that may have caused it."""
     why: str = "it failed first"
-    """How one can tell."""
+    """The evidence."""
     sure: bool = True
-    """False if it was not all of them, and it is not known who."""
+    """False if only some of them caused it, and it is not known which."""
     final: int = 0
-    """The exit code of the job where another start would end alike."""
+    """The exit code of the job, if another start would end in the same way."""
 
 
 @dataclasses.dataclass
@@ -68,11 +69,11 @@ class _Rank:
     code: int | None = None
     tail: str = ""
     limit: str = "start"
-    """The deadline that holds for what it does; empty once it has left."""
+    """The name of its current deadline; empty once it has exited."""
 
     @property
     def has_failed(self) -> bool:
-        # A program may tell by its code that its run was stopped, or not.
+        # The exit code of a program may say that its run was stopped, or not.
         well = self.stopped and self.code in (None, 0, STOPPED) and not self.error
         return self.failed < float("inf") and not well
 
@@ -82,7 +83,7 @@ class _Rank:
 
     @property
     def deadline(self) -> str:
-        """The name of the deadline of what it does."""
+        """The name of the deadline of its phase."""
         if self.code is not None:
             return ""
         # The first step compiles, and connects the devices.
@@ -90,7 +91,7 @@ class _Rank:
 
 
 class Spikes:
-    """Losses of the last steps, and which of them are far above the others.
+    """Losses of the recent steps, and which of them are spikes.
 
     Example:
         >>> spikes = Spikes(2.0, {})
@@ -101,19 +102,19 @@ class Spikes:
     """
 
     def __init__(self, factor: float, limits: Mapping[int, float]) -> None:
-        """Begin without losses.
+        """Start without losses.
 
         Args:
-            factor: A loss this many times the median of those before is a spike; 0 for
-                none.
-            limits: What was too high at steps that are computed again.
+            factor: A loss above this many times the median of the previous ones is a
+                spike; 0 is off.
+            limits: Spike thresholds of recomputed steps.
         """
         self._factor, self._losses = factor, dict[int, float]()
         self.limits = dict(limits)
-        """What is too high at the steps that were spikes."""
+        """The thresholds of the steps that were spikes."""
 
     def add(self, step: int, loss: float) -> bool:
-        """Take in the loss of a step; True if it is a spike."""
+        """Add the loss of a step; True if it is a spike."""
         if not self._factor or loss <= 0:
             return False
         limit = self.limits.get(step)
@@ -134,8 +135,8 @@ class Spikes:
 class Watch:
     """Follows the ranks of one cycle.
 
-    All that is asked after every message is kept up to date: nothing here looks at all
-    ranks but at the end of a cycle.
+    Everything that is needed after each message is kept up to date: only the end of a
+    cycle loops over all ranks.
 
     Example:
         >>> watch = Watch([0, 1], Deadlines(start=60), now=0.0)
@@ -152,27 +153,27 @@ class Watch:
         now: float,
         spikes: Spikes | None = None,
     ) -> None:
-        """Begin when the processes start, or come back, at `now` in seconds."""
+        """Start when the processes start, or reconnect, at `now` in seconds."""
         self._deadlines, self._spikes = deadlines, spikes
         self._spiked: set[int] = set()
         self._ranks = {rank: _Rank(heard=now) for rank in ranks}
-        # No plain dict: that one steps over all that have left its front.
+        # Not a plain dict, which steps over all entries deleted from its front.
         self._live = collections.OrderedDict.fromkeys(self._ranks)
-        """Ranks that have not left, who was silent for longest first."""
+        """Ranks that have not exited, the longest silent first."""
         self._limits = collections.Counter(r.limit for r in self._ranks.values())
-        """How many of them each deadline holds for."""
+        """Number of ranks per deadline."""
         self._failed: set[int] = set()
         self._failing: set[int] = set()
         self._stopped: set[int] = set()
         self._stateless = set(self._ranks)
-        """Ranks that have not come to a state to go on from."""
+        """Ranks that have not reached a state to resume from."""
         self._step = -1
         self._durations: collections.deque[float] = collections.deque(maxlen=64)
         self._done_at: tuple[int, float] | None = None
         self._not_finite: set[int] = set()
         self._wrong: Moved | None = None
         self.began: int | None = None
-        """The step that the ranks go on from, if it was heard of."""
+        """The step that the ranks resume from, if it was reported."""
 
     @property
     def step(self) -> int:
@@ -181,25 +182,25 @@ class Watch:
 
     @property
     def has_state(self) -> bool:
-        """Whether all ranks have come to a state to go on from."""
+        """Whether all ranks have reached a state to resume from."""
         return not self._stateless
 
     @property
     def finished(self) -> bool:
-        """Whether all have left, and have done all steps."""
+        """Whether all have exited, and have done all steps."""
         well = not self._failed and not self._stopped
         return self.gone and well and not any(r.code for r in self._ranks.values())
 
     @property
     def gone(self) -> bool:
-        """Whether all have left."""
+        """Whether all have exited."""
         return not self._live
 
     @property
     def is_settled(self) -> bool:
-        """Whether all that fail have left, and one of them by itself.
+        """Whether all failing ranks have exited, and one of them by itself.
 
-        JAX aborts a process when it has lost another, which may not be heard of yet.
+        JAX aborts a process when it has lost another, whose end may not be known yet.
         """
         aborted = all(self._ranks[n].code == -signal.SIGABRT for n in self._failed)
         return not self._failing and not (self._failed and aborted)
@@ -209,11 +210,11 @@ class Watch:
         return {n: (rank.step, rank.phase) for n, rank in self._ranks.items()}
 
     def tail(self, rank: int) -> str:
-        """The end of what a rank has printed, once it has left."""
+        """The end of a rank's output, once it has exited."""
         return self._ranks[rank].tail
 
     def moved(self, message: Moved, now: float) -> None:
-        """Take in what a rank does; what belongs to another cycle is ignored."""
+        """Process a message of a rank; other cycles are ignored."""
         known = [n for n in message.ranks if n in self._ranks]
         if not known:
             return
@@ -242,7 +243,7 @@ class Watch:
             self._note(number, rank)
 
     def _note(self, number: int, rank: _Rank) -> None:
-        """Keep what is known of all ranks, after one has spoken or left."""
+        """Update the state of all ranks, after a message or exit of one."""
         if rank.code is None:
             self._live.move_to_end(number)
         else:
@@ -263,7 +264,7 @@ class Watch:
             (numbers.add if belongs else numbers.discard)(number)
 
     def exited(self, message: Exited, now: float) -> None:
-        """Take in that a process has ended."""
+        """Process the end of a process."""
         rank = self._ranks.get(message.rank)
         if rank is not None and rank.code is None:
             rank.code, rank.tail = message.code, message.tail
@@ -278,15 +279,15 @@ class Watch:
         known: Container[int] = (),
         skipped: Container[int] = (),
     ) -> Fault | None:
-        """What is wrong, if anything.
+        """The fault, if there is one.
 
         Args:
             now: The time, in seconds.
-            known: Steps that may be not finite: they were so before, and so may be
-                those that follow them.
-            skipped: Steps whose loss may be a spike: batches were left out there.
+            known: Steps that may be non-finite: they were so before, and following ones
+                may be.
+            skipped: Steps whose loss may be a spike: batches were skipped there.
         """
-        if self._wrong is not None:  # all ranks fail, after they have said this
+        if self._wrong is not None:  # all ranks fail, after they have reported this
             return _wrong_values(self._wrong)
         if self._failed:
             return self._failure(sorted(self._failed))
@@ -298,7 +299,7 @@ class Watch:
         if news:
             reason = f"loss or gradients of step {min(news)} were not finite"
             return Fault(kind="not_finite", reason=reason, step=min(news))
-        # The first one: a checkpoint after it holds what its batch has done.
+        # The first one: a later checkpoint contains the effect of its batch.
         if spiked := [s for s in self._spiked if s not in skipped]:
             reason = f"the loss of step {min(spiked)} was far above those before"
             return Fault(kind="spike", reason=reason, step=min(spiked))
@@ -310,10 +311,10 @@ class Watch:
         return Fault(kind="lost", reason=reason, step=self.step)
 
     def suspects(self, stacks: Mapping[int, str]) -> dict[int, str]:
-        """Who holds up the others, and how one can tell.
+        """The ranks that hold up the others, with the evidence.
 
         Args:
-            stacks: What each rank that could be asked has answered.
+            stacks: The stacks of each rank that answered.
         """
         live = {n: rank for n, rank in self._ranks.items() if rank.code is None}
         silent = {n: "it does not answer" for n in live if not stacks.get(n)}
@@ -350,8 +351,8 @@ class Watch:
 
     def _failure(self, failed: list[int]) -> Fault:
         ranks = self._ranks
-        # Of a killed rank the others hear within milliseconds, and fail as well; some
-        # of them by an abort, as JAX ends a process that has lost its coordinator.
+        # Within milliseconds of a killed rank the others fail as well; some by an
+        # abort, as JAX ends a process that has lost its coordinator.
         killed = [n for n in failed if (ranks[n].code or 0) < 0]
         killed = [n for n in killed if ranks[n].code != -signal.SIGABRT] or killed
         first = min(killed or failed, key=lambda n: ranks[n].failed)
@@ -376,7 +377,7 @@ class Watch:
     def _stall(self, now: float) -> Fault | None:
         if not self._live:
             return None
-        # One that saves lets the others wait in the next step, and so on.
+        # A rank that saves makes the others wait in the next step, and so on.
         doing = [name for name, count in self._limits.items() if name and count]
         limit = max(map(self._deadline, doing))
         silence = now - self._ranks[next(iter(self._live))].heard
@@ -413,10 +414,10 @@ def _wrong_values(said: Moved) -> Fault:
 
 
 def _final(rank: _Rank) -> int:
-    """The exit code of a rank that would always end so, 0 of another."""
+    """The exit code of a rank that would always end like this, otherwise 0."""
     codes = {"UsageError": USAGE, "Diverged": DIVERGED}
     code = codes.get(rank.error.partition(":")[0], rank.code or 0)
-    # Where the port of the meeting was taken, another one may be free.
+    # If the coordinator's port was taken, another one may be free.
     taken = rank.phase in (phases.START, phases.MEET) and "cannot listen" in rank.error
     return code if code in codes.values() and not taken else 0
 
@@ -435,7 +436,7 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def main_thread(stack: str) -> str:
-    """The calls of the main thread, innermost first, of what `faulthandler` wrote.
+    """The calls of the main thread, innermost first, from the output of `faulthandler`.
 
     Example:
         >>> main_thread('''Thread 0x02 (most recent call first):

@@ -1,4 +1,4 @@
-"""Training: losses, optimizers, the step, checkpoints, metrics and the loop."""
+"""Training: losses, optimizers, the training step and loop, checkpoints, metrics."""
 
 from jaxscale.training.checkpoint.digest import ReplicasDiffer, check_replicas
 from jaxscale.training.checkpoint.steps import CheckpointNotWritten, DamagedCheckpoint

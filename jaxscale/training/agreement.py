@@ -1,7 +1,7 @@
-"""Processes of a job compare their settings before they compute together.
+"""Processes of a job check that their settings agree before they compute together.
 
-Programs of other shapes would wait for each other for ever, and other numbers would be
-added up without a word. What is exchanged has the same shape on all processes.
+Programs of different shapes would deadlock, and different values would be summed
+silently. The exchanged arrays have the same shape on all processes.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ from jaxscale.training.config import TrainConfig
 from jaxscale.training.run import to_dict
 
 
-# Where text lies may differ: what it is, is compared when it is read.
+# Paths of the text may differ: its content is compared when it is read.
 _OF_A_HOST = ("data.paths", "data.cache_dir", "data.tokenizer", "source")
 
 
 def check_same_settings(config: TrainConfig) -> None:
-    """Compare the settings and versions of all processes, which must all come.
+    """Compare the settings and versions of all processes; all must call this.
 
     Raises:
-        ValueError: they differ; the message names what, and where.
+        ValueError: they differ; the message says in what, and on which processes.
     """
     if jax.process_count() == 1:
         return
@@ -44,10 +44,10 @@ def check_same_settings(config: TrainConfig) -> None:
 
 
 def of_first_or_error(do: Callable[[], object]) -> None:
-    """Do it in process 0, and raise in all what goes wrong.
+    """Run `do` in process 0, and raise its error in all processes.
 
     Raises:
-        ValueError: it went wrong.
+        ValueError: it failed.
     """
     problem = ""
     if jax.process_index() == 0:
@@ -60,7 +60,8 @@ def of_first_or_error(do: Callable[[], object]) -> None:
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> str | None:
-    """What differs between the settings of processes, in words; None if nothing does.
+    """The differences between the settings of processes, in words; None if there are
+    none.
 
     Example:
         >>> differences([{"steps": 5}, {"steps": 5}, {"steps": 6}])

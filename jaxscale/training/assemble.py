@@ -1,4 +1,4 @@
-"""What a run is made of, by its settings: a new state, its gradients, its step."""
+"""The parts of a run, from its settings: a new state, its gradients, its step."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def make_model(
     rules: AxisRules | None = None,
     tensor_parallel: TensorParallel = None,
 ) -> Decoder | EncoderModel:
-    """The model of a run, with new parameters.
+    """The model of a run, with newly initialized parameters.
 
     Args:
         config: The settings of the run.
@@ -76,7 +76,7 @@ def adapted(config: TrainConfig, model: Any) -> Any:
 
 
 def make_loss(config: TrainConfig) -> LossFunction:
-    """The loss of a run: that of the head of an encoder, else that of the next token.
+    """The loss of a run: that of an encoder's head, otherwise next-token prediction.
 
     Args:
         config: The settings of the run.
@@ -92,12 +92,12 @@ def make_loss(config: TrainConfig) -> LossFunction:
 def new_state(
     config: TrainConfig, mesh: Mesh, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """The state of a new run, its layers stored as the mesh wants them.
+    """The state of a new run, with the stack layout of the mesh.
 
     Args:
         config: The settings of the run.
         mesh: Its devices.
-        optimizer: Makes the state of the optimizer.
+        optimizer: The optimizer, which initializes its state.
     """
     model = make_model(config, tensor_parallel=config.tensor_parallel)
     model = adapted(config, model)
@@ -108,7 +108,7 @@ def new_state(
 def loss_functions(
     config: TrainConfig, mesh: Mesh, loss: Any
 ) -> tuple[GradientFunction, EvalStep]:
-    """What gives the gradients of a batch, and what evaluates one."""
+    """The functions that compute gradients of a batch, and evaluate one."""
     options: dict[str, Any] = {"microbatches": config.microbatches}
     options |= {"rules": config.axis_rules, "state_rules": config.state_rules}
     if not config.is_pipelined(mesh.shape):
@@ -121,10 +121,10 @@ def loss_functions(
 def abstract_step(
     config: TrainConfig, mesh: Mesh
 ) -> tuple[TrainStep, tuple[TrainState, PackedBatch]]:
-    """The step of a decoder's run, and the shapes and places of what it takes.
+    """The training step of a decoder, and the shapes and shardings of its arguments.
 
     Nothing is computed, so the devices of the mesh need not exist. Lower the step under
-    ``jax.set_mesh(mesh)``, or the abstract mesh of devices that do not.
+    ``jax.set_mesh(mesh)``, or the abstract mesh if they do not.
 
     Args:
         config: The settings of the run.

@@ -1,4 +1,4 @@
-"""Compiled programs of a run, for its next start."""
+"""A cache of a run's compiled programs, for its next start."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ from jaxscale.checks import private_folder
 
 @contextlib.contextmanager
 def programs_in(folder: Path, platform: str) -> Iterator[None]:
-    """Within it, what JAX compiles for a GPU is looked up in `folder`, and put there.
+    """Context in which JAX caches its programs for GPUs in `folder`.
 
-    On a GPU, XLA times several forms of each matrix product at every start and takes
-    the fastest, and another one rounds otherwise. A run that goes on with the programs
-    that it began with is spared that, and the time to compile. A cache that JAX has
-    already (``JAX_COMPILATION_CACHE_DIR``, which a supervisor sets) does the same and
-    stays. On a CPU programs depend on no timing.
+    On a GPU, XLA autotunes each matmul at every start, and another choice rounds
+    differently. A resumed run that uses its first programs avoids that, and the time to
+    compile. A cache that JAX has already (``JAX_COMPILATION_CACHE_DIR``, which a
+    supervisor sets) does the same and is kept. On a CPU programs do not depend on
+    timing.
 
     Args:
-        folder: Of the run; to load a program can run any code, so only the user may
-            write there.
-        platform: Of the devices.
+        folder: Directory of the run; loading a program can run any code, so only the
+            user may write there.
+        platform: Platform of the devices.
 
     Raises:
         ValueError: others may write to the folder, or it cannot be made.

@@ -27,16 +27,16 @@ from jaxscale.training.optimizer import OptimizerConfig, make_schedule
 MAX_STEPS = 2**31 - 1
 """Steps are counted on the devices, in int32."""
 MAX_SEED = 2**32 - 1
-"""`jax.random.key` keeps 32 bits: a larger seed would act as a smaller one."""
+"""`jax.random.key` keeps 32 bits: a larger seed would wrap around to a smaller one."""
 
 
 EVAL_BATCHES_OF_TEXT = 32
-"""Most batches of an evaluation without labels, where the settings do not say."""
+"""Default maximum number of batches per evaluation, for text without labels."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that `fit` needs to know about a run.
+    """The settings of a training run, as `fit` takes them.
 
     Example:
         >>> from jaxscale.models.llama import llama_tiny
@@ -49,94 +49,100 @@ class TrainConfig:
     """
 
     model: DecoderConfig | EncoderConfig
-    """Shape of the model."""
+    """Architecture of the model."""
     head: HeadConfig | None = None
-    """Head of an encoder that `fit` makes, which decides its loss: ``masked_lm``, or
-    ``sequence`` or ``token`` for labels."""
+    """Head that `fit` puts on an encoder, which decides the loss: ``masked_lm``, or
+    ``sequence`` or ``token`` classification."""
     source: str | None = None
-    """Weights to begin with: a Hugging Face directory, the name of a model on its hub,
-    or the output directory of a run; None begins with new ones."""
+    """Pretrained weights to start from: a Hugging Face directory, the name of a model
+    on its hub, or the output directory of a run; None initializes new weights."""
     data: DataConfig = DataConfig()
     """Text, tokenizer and batches."""
     lora: LoraConfig = LoraConfig()
-    """Low-rank adapters, which are trained instead of the whole model."""
+    """Low-rank adapters (LoRA), trained instead of the whole model."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Learning rates, moments and decay."""
+    """Optimizer, learning-rate schedule and weight decay."""
     mesh: MeshConfig = MeshConfig()
-    """Devices."""
+    """Device mesh."""
     rules: str = "fsdp_tp"
-    """Preset that says what the mesh splits: replicated, dp, fsdp, fsdp_tp or
-    megascale_3d."""
+    """Preset of sharding rules: replicated, dp, fsdp, fsdp_tp or megascale_3d."""
     tensor_parallel: Literal["fused", "xla"] | None = None
-    """Communication over the axis `tensor`: kernels that multiply meanwhile, XLA's
-    collectives written out, or the compiler as it sees fit (None). A run may change
-    it; the numbers are the same."""
+    """How tensor parallelism communicates: fused (overlapped matmul + collective
+    kernels), xla (explicit XLA collectives), None (the compiler chooses). A run may
+    change it when it resumes; the result is the same."""
     steps: int = 1000
-    """Batches of the entire run."""
+    """Optimizer steps of the entire run, one global batch each."""
     microbatches: int = 1
-    """Parts of a batch whose gradients are added before an update: less memory. In a
-    pipeline they follow each other through the stages."""
+    """Microbatches per batch, for gradient accumulation: more of them take less memory.
+    With pipeline parallelism they are the microbatches of the pipeline."""
     chunks: int = 1
-    """Parts of the layers that each stage of a pipeline holds: more than one
-    interleave, for which microbatches must be a multiple of `mesh.pipe`."""
+    """Model chunks per pipeline stage (virtual stages); more than one gives the
+    interleaved schedule, for which microbatches must be a multiple of `mesh.pipe`."""
     zero: Literal[1, 2, 3] = 3
-    """What `mesh.fsdp` splits during a step: moments, gradients too, or parameters
-    too. Between steps it splits all of them."""
+    """ZeRO stage of `mesh.fsdp` during a step: it shards optimizer state (1), gradients
+    too (2), parameters too (3). Between steps it shards all of them."""
     replicated: bool = False
-    """Keep parameters whole between steps too, with `zero` 1 or 2: a step gathers what
-    it has updated, in their type, and not what it computes with."""
+    """Keep parameters unsharded between steps too, with `zero` 1 or 2: a step
+    all-gathers the updated parameters in `param_dtype`, instead of gathering in `dtype`
+    what it computes with."""
     remat: Literal["none", "full", "dots", "dots_no_batch", "attention"] = "none"
-    """Intermediate results that the backward pass computes again."""
+    """Activation checkpointing policy, what a block keeps for the backward pass:
+    everything (none), its input (full), all matmul outputs (dots), those of linear
+    layers (dots_no_batch), those and fused attention's (attention)."""
     scan_layers: bool = False
-    """Compile one layer and loop over it: deep models compile sooner, steps are a few
-    per cent slower, and without `remat` memory holds every intermediate result."""
+    """Compile one layer and scan over the stack: deep models compile sooner, steps are
+    a few per cent slower, and without `remat` all intermediate activations stay in
+    memory."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the computation."""
+    """Data type of activations and matmuls (mixed precision with `param_dtype`)."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the parameters. With bfloat16 small updates are rounded away."""
+    """Data type of the parameters. In bfloat16 small updates are rounded away."""
     quantization: Literal["fp8", "fp8_tensorwise"] | None = None
-    """Products of the linear layers of the blocks in fp8 (E4M3, gradients in E5M2),
-    with a scale for each row or for each operand; None multiplies in `dtype`. A run may
-    change it: parameters and their updates stay in their types."""
+    """Compute the matmuls of the blocks' linear layers in fp8 (E4M3, gradients in
+    E5M2), with a scale per row (fp8) or per tensor (fp8_tensorwise); None computes them
+    in `dtype`. A run may change it when it resumes: parameters and updates keep their
+    types."""
     loss_chunk: int = 1024
-    """Positions of each row whose logits exist at one time, in the loss of `fit`."""
+    """Token positions per row whose logits are computed at a time, in the loss of
+    `fit`."""
     z_loss: float = 0.0
     """Coefficient of the squared log-sum-exp of the logits, in the loss of `fit`."""
     seed: int = 0
-    """Decides the initial parameters."""
+    """Random seed of the initial parameters."""
     eval_every: int = 100
-    """Steps between evaluations on the held-out batches; the last step has one too."""
+    """Steps between evaluations on the held-out data; the last step always has one."""
     eval_batches: int | None = None
-    """Most batches of an evaluation: where more are held out, so many are drawn from
-    all of them, evenly and each time the same. None is all of the texts with labels
-    (heads ``sequence`` and ``token``), and 32 batches of other text."""
+    """Maximum number of batches per evaluation: of more held-out data, always the same
+    evenly spaced sample is used. None is all labeled data (heads ``sequence`` and
+    ``token``), and 32 batches of other text."""
     checkpoint_every: int = 500
-    """Steps between checkpoints; the last step has one too."""
+    """Steps between checkpoints; the last step always saves one."""
     keep: int = 3
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: int | None = None
-    """Checkpoints at multiples of this step are kept for good."""
+    """Checkpoints at multiples of this step are never deleted."""
     check_replicas_every: int | None = None
-    """Steps between comparisons of what devices should hold alike, by digests, which
-    are made before each save too; a device that computes wrong values ends the run, and
-    the error names it. None is never."""
+    """Steps between checks that replicas on different devices are identical, by
+    digests; each save checks too. A device that computes wrong values ends the run with
+    an error that names it. None never checks between saves."""
     profile_every: int | None = None
-    """Steps between profiles of one step, which divide its time into computing and
-    waiting in collectives, and so tell a slow rank from those that wait for it. None is
-    never."""
+    """Steps between profiles of a single step, which split its time into compute and
+    waiting in collectives, and so tell a slow rank from those that wait for it. None
+    never profiles."""
     max_skipped: int = 10
-    """Updates skipped in a row, because loss or gradients were not finite, after which
-    the run has diverged and stops."""
+    """Consecutive updates skipped for a non-finite loss or gradient after which the run
+    counts as diverged and stops."""
     log_every: int = 1
-    """Steps between records of the metrics."""
+    """Steps between metric records."""
     output_dir: str = "runs/train"
     """Directory of this run: checkpoints and metrics."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
-    """Services that get the metrics too, set up by their own environment variables."""
+    """Experiment trackers that also receive the metrics, configured by their own
+    environment variables."""
     step: int | None = None
-    """Go back to the checkpoint of this step; those of later steps are set aside. None
-    continues from the newest one that can be read. Under a supervisor only the first
-    start of a command goes back."""
+    """Resume from the checkpoint of this step; later checkpoints are set aside. None
+    resumes from the newest readable one. Under a supervisor, only the first start goes
+    back."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -197,7 +203,7 @@ class TrainConfig:
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len "
-                f"{self.model.max_seq_len}; shorten the rows or raise the limit"
+                f"{self.model.max_seq_len}; lower seq_len or raise max_seq_len"
             )
         if self.data.vocab_size > self.model.vocab_size:
             raise ValueError(
@@ -214,7 +220,7 @@ class TrainConfig:
 
     @property
     def eval_limit(self) -> int | None:
-        """Most batches of an evaluation, `eval_batches` or its default; None is all."""
+        """Maximum number of batches per evaluation; None is all."""
         labeled = self.head is not None and self.head.kind in ("sequence", "token")
         default = None if labeled else EVAL_BATCHES_OF_TEXT
         return default if self.eval_batches is None else self.eval_batches
@@ -230,18 +236,18 @@ class TrainConfig:
         return StateRules.zero(self.axis_rules, self.zero, replicated=self.replicated)
 
     def of_model(self, model: Any) -> "TrainConfig":
-        """Return these settings with those of a given model, which describes itself.
+        """Return these settings, with those of an existing model filled in.
 
-        Its types, `remat`, `scan_layers`, `tensor_parallel` and `quantization` take the
-        place of ours.
+        Its types, `remat`, `scan_layers`, `tensor_parallel` and `quantization` replace
+        those of this config.
 
         Args:
             model: A `Decoder`, an `EncoderModel`, or another module with their
                 attributes `config`, `dtype`, `param_dtype`, `remat`, `scan_layers`.
 
         Raises:
-            TypeError: the model does not say what it is.
-            ValueError: `self.model` has another shape than the model.
+            TypeError: the model lacks one of these attributes.
+            ValueError: `self.model` differs from the model's config.
         """
         names = ("config", "dtype", "param_dtype", "remat", "scan_layers")
         missing = [name for name in names if not hasattr(model, name)]
@@ -275,13 +281,13 @@ class TrainConfig:
         )
 
     def check_rules(self, model: Any) -> None:
-        """Check that a model that is given computes by our rules, if it has any.
+        """Check that a given model's sharding rules, if any, are those of this config.
 
-        Its parameters and rows are placed by ours: a model that was made without rules
-        would compute all rows on every device.
+        Its parameters and batches are placed by the config's rules: a model made
+        without rules would compute the whole batch on every device.
 
         Raises:
-            ValueError: it has others.
+            ValueError: the model has other rules.
         """
         ours, theirs = self.axis_rules, getattr(model, "rules", self.axis_rules)
         different = [
@@ -351,7 +357,7 @@ class TrainConfig:
         )
 
     def _check_context(self, sizes: Mapping[str, int]) -> None:
-        """Raise where devices cannot share the rows."""
+        """Raise if the sequence cannot be split over `mesh.context`."""
 
         def ways(axis: MeshAxes) -> int:
             return math.prod(sizes.get(name, 1) for name in as_tuple(axis))
@@ -361,7 +367,7 @@ class TrainConfig:
             return
         if not isinstance(self.model, DecoderConfig):
             raise ValueError(
-                f"mesh.context {shared} shares the rows of causal attention alone; set "
+                f"mesh.context {shared} splits sequences of causal attention only; set "
                 "it to 1 for an encoder"
             )
         step = math.lcm(2 * shared, shared * ways(rules.tokens))
@@ -376,7 +382,7 @@ class TrainConfig:
             )
 
     def _check_pipeline(self, sizes: Mapping[str, int]) -> None:
-        """Raise where stages, chunks, microbatches and model do not fit each other."""
+        """Raise if stages, chunks, microbatches and model do not fit together."""
         if not self.is_pipelined(sizes):
             if self.chunks > 1 and self.mesh.pipe != -1:
                 raise self._no_stages()
@@ -395,11 +401,11 @@ class TrainConfig:
         place_variants(self.model, self.stack_layout(sizes))
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that a run must keep to be continued, as JSON.
+        """Return the settings that a run must keep when it resumes, as JSON.
 
-        The data is not part of it: its iterator knows itself from what it can continue.
-        Neither are the steps of run and schedule, mesh, rules, the memory that moments
-        are kept in, and all that changes speed and reports alone.
+        The data is not part of it: its iterator checks by itself what it can resume
+        from. Neither are the steps of run and schedule, mesh, rules, where optimizer
+        state is stored, and whatever changes only speed or reports.
         """
         fields = ("model", "optimizer", "dtype", "param_dtype", "z_loss", "seed")
         values = {name: dataclasses.asdict(self)[name] for name in fields}

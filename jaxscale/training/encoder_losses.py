@@ -1,6 +1,6 @@
-"""Losses of encoders: hidden tokens, and labels of texts and tokens.
+"""Losses of encoders: masked tokens, and labels of texts and tokens.
 
-Axes: B rows, T tokens of a row, S sequences of a row, C labels.
+Axes: B packed rows, T tokens per row, S sequences per row, C labels.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def masked_lm_loss(*, chunk_size: int = 1024, z_loss: float = 0.0) -> LossFuncti
     """The loss of an encoder with a ``masked_lm`` head on batches of `MaskedBatches`.
 
     Args:
-        chunk_size: Positions of a row whose logits exist at one time.
+        chunk_size: Positions per row whose logits are computed at a time.
         z_loss: Coefficient of the squared log-sum-exp.
     """
 
@@ -56,11 +56,11 @@ def classification_loss() -> LossFunction:
     r"""The loss of an encoder with a ``sequence`` or ``token`` head.
 
     The sum of :math:`-\log \mathrm{softmax}(l)_y` over the texts, or tokens, that have
-    a label :math:`y`, on batches of `LabeledBatches`. Of a head whose ``problem`` is
-    ``multi_label`` the binary cross-entropy of the sigmoids, of ``regression`` the
-    squared error; both are means over the labels of a text.
-    It raises ValueError for another head, one that has fewer labels than the data, and
-    one of a single label, which has nothing to learn.
+    a label :math:`y`, on batches of `LabeledBatches`. For a head with ``problem``
+    ``multi_label`` it is the binary cross-entropy of the sigmoids, for ``regression``
+    the squared error; both are means over the labels of a text. It raises ValueError
+    for another head, one with fewer labels than the data, and one with a single label,
+    which has nothing to learn.
     """
 
     def loss(model: Any, batch: Any) -> tuple[Array, LossSums]:
@@ -137,4 +137,4 @@ _LOSSES: dict[Problem, Callable[[Array, Array], tuple[Array, Array | None]]] = {
     "multi_label": _of_several_labels,
     "regression": _of_numbers,
 }
-"""Loss of each text or token, and whether the model is right."""
+"""Loss of each text or token, and whether the prediction is correct."""

@@ -1,4 +1,4 @@
-"""What a model makes of held-out batches: all of them, or a sample that is drawn."""
+"""Evaluation of a model on held-out batches: all of them, or a sample."""
 
 import contextlib
 import dataclasses
@@ -18,28 +18,28 @@ from jaxscale.training.step import EvalStep, TrainState
 
 
 _BATCHES_AT_A_TIME = 64
-"""Batches that are given to the devices before the results of one are waited for."""
+"""Batches that are dispatched before waiting for a result."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Means over the held-out tokens, or over those of a sample of the batches."""
+    """Means over the held-out tokens, or over those of a sample."""
 
     loss: float
-    """Negative log-likelihood, in nats a token."""
+    """Negative log-likelihood, in nats/token."""
     accuracy: float | None
-    """Part of the tokens that were the model's first guess, or of the texts with no
-    wrong label; None where answers are numbers (regression)."""
+    """Fraction of tokens predicted correctly (top-1), or of texts without a wrong
+    label; None for regression."""
     tokens: int
     """Number of predicted tokens, or of the texts that have a label."""
     batches: int
     """Number of batches that were evaluated."""
     batches_held_out: int | None
-    """Number of batches that there are; None if the data do not say."""
+    """Number of held-out batches; None if unknown."""
 
     @property
     def extent(self) -> str:
-        """Which part of the held-out batches was evaluated, in words.
+        """The evaluated part of the held-out batches, in words.
 
         Example:
             >>> Evaluation(
@@ -54,10 +54,10 @@ class Evaluation:
 
 @runtime_checkable
 class _Sampled(Protocol):
-    """Held-out data that draw batches themselves, as `PackedBatches`."""
+    """Held-out data that sample batches themselves, as `PackedBatches`."""
 
     def sample(self, count: int) -> Iterable[Any]:
-        """So many batches, drawn evenly from all."""
+        """Return `count` evenly spaced batches."""
         ...
 
 
@@ -68,18 +68,19 @@ def evaluate(
     state: TrainState,
     eval_data: Iterable[Any],
 ) -> Evaluation:
-    """Means over the held-out batches: every token, or labeled text, weighs the same.
+    """Means over the held-out batches, in which every token, or labeled text, weighs
+    the same.
 
-    Where there are more than ``config.eval_batches``, so many are evaluated, which are
-    drawn evenly from all, the same at each evaluation. Data with ``sample(count)``, as
-    `PackedBatches`, draw rows; of others that have a length whole batches are drawn;
-    where not even that is known, the first are taken, if the settings say how many.
+    If there are more than ``config.eval_batches``, an evenly spaced sample of this size
+    is evaluated, the same at each evaluation. Data with ``sample(count)``, as
+    `PackedBatches`, sample rows; other data with a length sample whole batches; without
+    a length, the first batches are used, if the settings say how many.
 
     Args:
         config: The run.
-        mesh: The devices that share the rows of a batch.
-        eval_step: From `make_eval_step`.
-        state: Has the model.
+        mesh: The devices that a batch is split over.
+        eval_step: The result of `make_eval_step`.
+        state: The state with the model.
         eval_data: Held-out batches, as given to `fit`.
 
     Raises:
@@ -113,13 +114,13 @@ def _accuracy(sums: Sequence[LossSums], tokens: int) -> float | None:
 
 
 def to_rows(batch: Any, config: TrainConfig, mesh: Mesh) -> Any:
-    """`batch` with its rows spread over the mesh; nothing moves if they are already."""
+    """`batch` sharded over the mesh; nothing moves if it is already."""
     return jax.device_put(batch, NamedSharding(mesh, config.axis_rules.spec("batch")))
 
 
 @contextlib.contextmanager
 def closing(iterator: Iterator[Any]) -> Iterator[Iterator[Any]]:
-    """`iterator`, whose threads are stopped at the end if it has any."""
+    """`iterator`, whose threads, if any, are stopped at the end."""
     try:
         yield iterator
     finally:
@@ -127,7 +128,7 @@ def closing(iterator: Iterator[Any]) -> Iterator[Iterator[Any]]:
 
 
 def _drawn(eval_data: Iterable[Any], config: TrainConfig) -> tuple[Any, int | None]:
-    """The batches that an evaluation reads, and how many there are."""
+    """The batches that an evaluation reads, and the number of all batches."""
     if not isinstance(eval_data, Sized):
         return _picked(eval_data, range(config.eval_batches or sys.maxsize)), None
     total, limit = len(eval_data), config.eval_limit
@@ -139,7 +140,7 @@ def _drawn(eval_data: Iterable[Any], config: TrainConfig) -> tuple[Any, int | No
 
 
 def _picked(eval_data: Iterable[Any], numbers: Sequence[int]) -> Iterator[Any]:
-    """The batches of these numbers, which rise."""
+    """The batches of these increasing numbers."""
     with closing(iter(eval_data)) as batches:
         at = 0
         for number in numbers:

@@ -1,8 +1,7 @@
-"""Loss and gradients of a batch, accumulated over microbatches.
+"""Loss and gradients of a batch, with gradient accumulation over microbatches.
 
-`jaxscale.training.pipelined` gives the same through a pipeline. What is summed over
-devices that see other rows is summed once a step, outside of the loop over
-microbatches.
+`jaxscale.training.pipelined` computes the same with pipeline parallelism. Data-parallel
+reductions happen once a step, outside of the loop over microbatches.
 """
 
 import functools
@@ -27,10 +26,11 @@ from jaxscale.training.optimizer import decays
 
 type GradientFunction = Callable[[Any, Any], tuple[LossSums, Any]]
 """``gradients(model, batch)``: the sums of the batch, and the gradients of the loss by
-the `nnx.Param` of the model, in fp32 and split as these are."""
+the `nnx.Param` of the model, in fp32 and sharded as these are."""
 
 type LossFunction = Callable[[Any, Any], tuple[Array, LossSums]]
-"""``loss(model, batch)``: the sum over tokens to differentiate, and its parts."""
+"""``loss(model, batch)``: the loss to differentiate, summed over tokens, and its
+parts."""
 
 
 def accumulated(
@@ -41,31 +41,34 @@ def accumulated(
     zero: Zero = 3,
     state_rules: StateRules | None = None,
 ) -> GradientFunction:
-    """Gradients of a batch, whole or added up over microbatches in fp32.
+    """Gradients of a batch, accumulated over microbatches in fp32.
 
-    Each device cuts its own rows, so nothing moves between devices. Gradients are
-    summed once a step over the axes that see other rows and split no parameter. Over
-    the axis that stores parameters (`fsdp`), `zero` decides:
+    Each device splits its own rows, so nothing moves between devices. Gradients are
+    all-reduced once a step over data-parallel axes that split no parameter. Over the
+    axis that stores parameters (`fsdp`), `zero` decides:
 
-    - 1: parameters are gathered once a step, in the type of the computation; whole
-      gradients are added up, and summed and scattered once a step.
-    - 2: the same, but the gradients of each microbatch are scattered.
-    - 3: each layer is gathered before its use, its gradient scattered after it.
+    - 1: parameters are all-gathered once a step, in the type of the computation; full
+      gradients are accumulated, and reduce-scattered once a step.
+    - 2: the same, but the gradients of each microbatch are reduce-scattered.
+    - 3: each layer is all-gathered before its use, its gradient reduce-scattered after
+      it.
 
-    Devices that share rows (the rule `context`) each take their tokens of a
-    `PackedBatch` and sum gradients once a step, too: see `jaxscale.nn.context`.
+    With context parallelism (the rule `context`) each device takes its tokens of a
+    `PackedBatch`, and gradients are also reduced once a step: see
+    `jaxscale.nn.context`.
 
     Args:
         loss: Summed loss of a model on a microbatch.
-        microbatches: Parts of a batch that are differentiated one after the other.
-        rules: Sharding rules of parameters and rows.
-        zero: What `fsdp` splits during the step.
-        state_rules: Tables of parameters, gradients and moments, instead of those that
-            `rules` and `zero` make. The gradients come out split as moments are.
+        microbatches: Gradient-accumulation steps: microbatches per batch.
+        rules: Sharding rules of parameters and batches.
+        zero: ZeRO stage of `fsdp` during the step.
+        state_rules: Sharding rules of parameters, gradients and optimizer state,
+            instead of those that `rules` and `zero` make. The gradients come out
+            sharded as optimizer state is.
 
     Raises:
         ValueError: `microbatches` is not positive or `zero` unknown; at the first call,
-            the rows of the batch cannot be cut into them, or tokens into `context`.
+            the batch does not divide into microbatches, or its tokens over `context`.
 
     References:
         ZeRO: arXiv 1910.02054.
@@ -117,9 +120,9 @@ def accumulated(
 
 
 def _manual_rows(params: Any, rules: AxisRules, computed: AxisRules) -> tuple[str, ...]:
-    """The mesh axes over which `accumulated` sums by itself.
+    """The mesh axes that `accumulated` reduces over explicitly.
 
-    Those over which parameters are gathered at each use are left to the compiler.
+    Axes over which parameters are gathered at each use are left to the compiler.
     """
     variables = jax.tree.leaves(params, is_leaf=_is_variable)
     used = frozenset().union(*(computed.mesh_axes(logical_axes(x)) for x in variables))
@@ -127,7 +130,7 @@ def _manual_rows(params: Any, rules: AxisRules, computed: AxisRules) -> tuple[st
 
 
 def _shared(axes: MeshAxes) -> tuple[str, ...]:
-    """Those of the mesh `axes` that have several devices."""
+    """The mesh `axes` with more than one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(n for n in as_tuple(axes) if mesh.shape.get(n, 1) > 1)
 
@@ -161,7 +164,7 @@ def accumulated_sums(
 def _add_microbatches(
     one: Callable[[Any], tuple[LossSums, Any]], batch: Any, count: int, rules: AxisRules
 ) -> tuple[LossSums, Any]:
-    """The sum of what `one` gives for each part of a batch."""
+    """The sum of ``one(part)`` over the parts of a batch."""
     if count == 1:
         return one(batch)
     parts = _cut(batch, count, rules)
@@ -183,15 +186,16 @@ def sum_once(
     done: Any,
     placed: Any,
 ) -> tuple[LossSums, Any]:
-    """The sums over devices that see other rows, each with its part of the gradients.
+    """Reduce sums and gradients over data-parallel devices; each keeps its gradient
+    shard.
 
     Args:
-        sums: Sums of these rows.
-        grads: Gradients of these rows.
-        axes: Manual axes that see other rows.
+        sums: Sums of this device's rows.
+        grads: Gradients of this device's rows.
+        axes: Manual data-parallel axes.
         split: Partition of each gradient.
-        done: How it is split, and summed, already.
-        placed: How axes that are left to the compiler split it, among others.
+        done: The partition over which it is already reduced and scattered.
+        placed: Full partition, including axes that are left to the compiler.
     """
 
     def total(
@@ -204,9 +208,9 @@ def sum_once(
 
 
 def cast_layers(params: Any, dtype: Any) -> Any:
-    """`params` with the matrices of layers in the type of the computation.
+    """`params` with layer matrices cast to the type of the computation.
 
-    A layer would cast them at each use; norms and tables are computed in fp32.
+    Otherwise a layer would cast them at each use; norms and tables compute in fp32.
     """
 
     def cast(node: Any) -> Any:
@@ -222,13 +226,13 @@ def _is_variable(node: Any) -> bool:
 
 
 def check_microbatches(microbatches: int) -> None:
-    """Raise where there is not at least one microbatch."""
+    """Raise unless there is at least one microbatch."""
     if microbatches < 1:
         raise ValueError(f"microbatches {microbatches} must be at least 1")
 
 
 def _cut(batch: Any, parts: int, rules: AxisRules) -> Any:
-    """Leaves [B, ...] as [parts, B / parts, ...]: each device cuts the rows it has."""
+    """Leaves [B, ...] as [parts, B / parts, ...]: each device splits its own rows."""
 
     def cut(x: Array) -> Array:
         rows = x.shape[0]
@@ -246,7 +250,7 @@ def _cut(batch: Any, parts: int, rules: AxisRules) -> Any:
 
 
 def constrain_variables(tree: Any, rules: AxisRules) -> Any:
-    """`tree` with each `nnx.Variable` split as its logical axes say."""
+    """`tree` with each `nnx.Variable` sharded as its logical axes say."""
 
     def place(node: Any) -> Any:
         if not _is_variable(node):

@@ -1,6 +1,6 @@
-"""What GPUs do: peaks of the data sheets, and the rates that programs reach.
+"""GPU performance: peaks of the data sheets, and the rates that programs reach.
 
-All constants of the planner that describe machines stand here, with their origin.
+All machine constants of the planner are here, with their origin.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ PEAK_BF16_FLOPS = {
     "NVIDIA L40S": 362e12,
     "NVIDIA L4": 121e12,
 }
-"""Dense bf16 FLOP/s of the data sheets, by the beginning of the name of the device."""
+"""Dense bf16 FLOP/s of the data sheets, by the prefix of the device name."""
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOP/s of a device, None where the table does not know it.
+    """Dense bf16 FLOP/s of a device, None if unknown.
 
     Args:
         device_kind: Name of the device, of ``jax.devices()[0].device_kind``.
@@ -47,11 +47,11 @@ def mfu(
 
     .. math:: \mathrm{MFU} = \frac{r \, F}{P}
 
-    The FLOPs of a token :math:`F` count the products of forward and backward pass,
-    nothing that is computed twice. There are two conventions for the attention matrix,
-    `causal` (the half that is needed) and `full`; they differ by 12% for LLaMA-3 8B at
-    8,192 tokens, so both are always reported. Both take each row for one sequence: on
-    packed rows of short documents less attention is computed than they count.
+    The FLOPs per token :math:`F` count the matmuls of forward and backward pass,
+    without recomputation. There are two conventions for the attention matrix, `causal`
+    (the half that is needed) and `full`; they differ by 12% for LLaMA-3 8B at 8,192
+    tokens, so both are always reported. Both assume one sequence per row: with sequence
+    packing of short documents less attention is computed than they count.
 
     Args:
         tokens_per_second_per_device: r; tokens that have a target.
@@ -80,27 +80,27 @@ class Hardware:
     """
 
     name: str
-    """How it is called in tables."""
+    """Name in tables."""
     peak: float
     """Dense bf16 FLOP/s of the data sheet: what MFU is measured against."""
     matmul: float
-    """FLOP/s of large matrix products."""
+    """FLOP/s of large matmuls."""
     fp32: float
-    """FLOP/s of large matrix products in full float32, not TF32."""
+    """FLOP/s of large matmuls in full float32, not TF32."""
     attention: float
-    """FLOP/s of causal attention, forward and backward, the useful half counted."""
+    """FLOP/s of causal attention, forward and backward, counting the useful half."""
     hbm: float
     """Bytes/s of memory."""
     link: float
-    """Bytes/s of a GPU in collectives inside a host."""
+    """Bytes/s per GPU in collectives within a host."""
     nic: float
-    """Bytes/s of a GPU between hosts."""
+    """Bytes/s per GPU between hosts."""
     memory: float
     """Bytes of memory."""
     host: float = 50e9
-    """Bytes/s from and to the memory of the host, in each direction."""
+    """Bytes/s from and to host memory, in each direction."""
     host_gpus: int = 8
-    """GPUs of a host."""
+    """GPUs per host."""
     origin: str = ""
     """Where the numbers come from."""
 
@@ -110,10 +110,11 @@ class Hardware:
         check_integers(self, 1, "host_gpus")
 
     def rate(self, *, stride: int, size: int) -> float:
-        """Bytes/s of a GPU in a collective of `size` GPUs that are `stride` apart.
+        """Bytes/s per GPU in a collective of `size` GPUs that are `stride` apart.
 
-        Inside a host it is the links. Across hosts the GPUs of one host share the work
-        of a ring, so that their network cards add up, to at most the links.
+        Within a host it is the bandwidth of the links. Across hosts the GPUs of one
+        host share a ring, so the bandwidths of their network cards add up, to at most
+        the links.
         """
         if stride * size <= self.host_gpus:
             return self.link
@@ -122,7 +123,7 @@ class Hardware:
     def neighbor_rate(self, *, stride: int, size: int) -> float:
         """Bytes/s to the next of `size` GPUs that are `stride` apart, for the slowest.
 
-        Where some neighbors are on another host all wait for these.
+        If some neighbors are on another host, all wait for these.
         """
         return self.link if stride * size <= self.host_gpus else self.nic
 
@@ -171,7 +172,8 @@ A100 = Hardware(
     memory=80e9,
     origin="set so that MegaScale's published rows come out: benchmarks.publish.plan",
 )
-"""One A100 SXM in a host with NVLink and 200 Gbit/s a GPU, as in MegaScale's paper."""
+"""One A100 SXM in a host with NVLink and 200 Gbit/s per GPU, as in MegaScale's
+paper."""
 
 B200 = Hardware(
     name="B200",
@@ -192,7 +194,7 @@ HARDWARE = {gpu.name.lower(): gpu for gpu in (H200, H100, A100, B200)}
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
-    """What a device should do, None where the table does not know it.
+    """The expected performance of a device, None if unknown.
 
     Args:
         device_kind: Name of the device, of ``jax.devices()[0].device_kind``.

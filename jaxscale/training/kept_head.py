@@ -1,4 +1,4 @@
-"""What a new head keeps of the one that the files hold: its pooler, rows by label."""
+"""The parts of a file's head that a new head keeps: the pooler, and rows by label."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from jaxscale.sharding.rules import AxisRules
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeptHead:
-    """Parts of a head in a file that a new head begins with; see `kept_of`."""
+    """Parts of a file's head that initialize a new head; see `kept_of`."""
 
     layers: bool
-    """The projection before the last, and its norm: BERT's pooler."""
+    """The projection before the last one, and its norm: BERT's pooler."""
     rows: tuple[int | None, ...]
-    """For each label its number in the file; None is a new one."""
+    """The number in the file of each label; None for a new one."""
     told: str
     """The same in words."""
 
@@ -37,11 +37,11 @@ class KeptHead:
 def kept_of(
     config: EncoderConfig, own: HeadConfig | None, head: HeadConfig
 ) -> KeptHead:
-    """What `head` takes over from `own`, the head that the files hold.
+    """What `head` takes over from `own`, the head of the files.
 
-    Rows of the last projection go by the name of their label. Where no name is alike,
-    those that are numbers, as 1 or LABEL_1, stand for their place in the file; where
-    the file names none, as many labels are taken in their order.
+    Rows of the last projection are matched by label name. If no name matches, numeric
+    names such as 1 or LABEL_1 stand for their index in the file; if the file has no
+    names, equally many labels are taken in order.
 
     Args:
         config: The encoder.
@@ -59,7 +59,8 @@ def kept_of(
     if own is None:
         return KeptHead(layers=False, rows=(), told="the head is new")
     before = ("transform", "transform_bias", "transform_norm")
-    # RoBERTa's pooler and the first layer of its classifier are two, BERT's are one.
+    # RoBERTa's pooler and the first layer of its classifier differ, BERT's are the
+    # same.
     tensors = _layers(config, head)
     layers = (
         head.transform is not None
@@ -86,13 +87,13 @@ def with_head(
     mesh: Mesh,
     rules: AxisRules,
 ) -> EncoderModel:
-    """`model` with a new head in the place of its own, and what that keeps of it.
+    """`model` with a new head that keeps parts of the old one.
 
     Args:
-        model: The model as its files hold it, with their head.
+        model: The model of the files, with their head.
         head: The new head.
         kept: The result of `kept_of`.
-        seed: Decides the parameters that are new.
+        seed: Random seed of the new parameters.
         mesh: The devices.
         rules: Mesh axes by which the parameters lie.
     """
@@ -130,7 +131,7 @@ def _columns(old: Any, new: Any, rows: Sequence[int | None]) -> Any:
 
 
 def _layers(config: EncoderConfig, head: HeadConfig) -> set[str]:
-    """The tensors of a file that hold what is before the last projection."""
+    """The tensors of a file before the last projection."""
     heads = family_of(config).heads
     return {
         entry.name

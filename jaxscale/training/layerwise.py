@@ -1,6 +1,6 @@
-"""Optax transforms that treat each layer of a stack by itself: LAMB and Muon.
+"""Optax transforms that treat each layer of a stack separately: LAMB and Muon.
 
-A stack of layers is one array, which Optax's own transforms take for one layer.
+A stack of layers is one array, which Optax's own transforms treat as one layer.
 """
 
 import collections
@@ -69,17 +69,17 @@ def scale_by_muon_of_layers(
     mu_dtype: str = "float32",
     memory_kind: MemoryKind = "device",
 ) -> optax.GradientTransformation:
-    """Muon of Optax for the matrices of hidden layers, another transform for all else.
+    """Optax's Muon for the matrices of hidden layers, another transform for the rest.
 
-    `of_muon` tells which these are.
+    `of_muon` decides which these are.
 
-    The update of each layer's matrix is orthogonalized by itself, and scaled to the
-    root mean square of Adam's, 0.2, so that the learning rates of Adam serve.
+    The update of each layer's matrix is orthogonalized separately, and scaled to the
+    RMS of Adam's updates, 0.2, so that Adam's learning rates apply.
 
     Args:
-        others: For norms, biases, embeddings and heads.
-        mu_dtype: Type in which the momentum is kept.
-        memory_kind: Where it is kept.
+        others: The transform for norms, biases, embeddings and heads.
+        mu_dtype: Data type in which the momentum is stored.
+        memory_kind: Where the momentum is stored.
 
     References:
         Muon is Scalable for LLM Training, arXiv 2502.16982.
@@ -110,22 +110,22 @@ _OUTSIDE = re.compile(
     r"embed|^(table|wte|wpe|.*tokens?|.*positions?)$"
     r"|(^|_)(un)?(heads?|logits|classifier|score|readout|vocab)$"
 )
-"""Names of modules and parameters that read tokens, or give the answer."""
+"""Names of input and output modules and parameters."""
 
 
 def of_muon(params: Any) -> Any:
     """True for each parameter that Muon takes: the matrices of hidden layers.
 
-    A matrix has two dimensions beside those of a stack of layers, by the logical axes
-    or, without these, by its shape. Embeddings and heads are left out: by their axis
-    ``vocab``, by their name or that of a module around them, or, without axes, as the
-    only matrix between the width and the number of rows of a table of embeddings.
+    A matrix has two dimensions besides those of a stack of layers, by the logical axes
+    or, without these, by its shape. Embeddings and heads are excluded: by their axis
+    ``vocab``, by their name or that of an enclosing module, or, without axes, as the
+    only matrix between the width and the number of rows of an embedding table.
 
     Args:
         params: Parameters of any NNX module, as ``nnx.state(model, nnx.Param)``.
 
     Returns:
-        The tree with a boolean in the place of each variable.
+        The tree with a boolean in place of each variable.
 
     Example:
         >>> rngs = nnx.Rngs(0)
@@ -165,7 +165,7 @@ def _axes(node: Any) -> tuple[str | None, ...]:
 
 
 def _inside(path: tuple[Any, ...], node: Any) -> bool:
-    """Whether a parameter is a matrix, and by its names that of a hidden layer."""
+    """Whether a parameter is a matrix of a hidden layer, by its names."""
     axes = _axes(node)
     inner = [i for i, axis in enumerate(axes) if axis not in STACK_AXES]
     named = [axes[i] for i in inner]
@@ -186,7 +186,7 @@ def _names(path: tuple[Any, ...]) -> list[str]:
 
 
 def _scale_to_rms(rms: float) -> optax.GradientTransformation:
-    """Orthogonal matrices [..., m, n] with this root mean square of their entries."""
+    """Orthogonal matrices [..., m, n] with this RMS of their entries."""
 
     def scaled(x: Array) -> Array:
         return x * (rms * max(x.shape[-2:]) ** 0.5)

@@ -1,8 +1,8 @@
-"""One command at a time writes to the directory of a run.
+"""A lock on the directory of a run: one command at a time writes to it.
 
-The lock is a file that only one process can make, on shared disks too, where locks of
-the kernel often hold nothing. It says who holds it, and its time of change shows that
-the holder lives.
+The lock is a file that only one process can create, also on shared disks, where kernel
+locks often do not work. It names its owner, and its modification time shows that the
+owner is alive.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from jaxscale.supervision import current
 logger = logging.getLogger("jaxscale.training")
 
 LOCK_FILE = "run.lock"
-"""Name of the file in the directory of the run."""
+"""Name of the lock file in the directory of the run."""
 _BEAT_SECONDS = 30.0
 _STALE_SECONDS = 300.0
 _held: set[Path] = set()
@@ -31,12 +31,12 @@ _held: set[Path] = set()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Owner:
-    """Who holds a lock."""
+    """The owner of a lock."""
 
     host: str
     pid: int
     started: str
-    """When the process began, since numbers of processes come again."""
+    """Start time of the process, since process ids are reused."""
     since: str
     supervised: bool
 
@@ -45,17 +45,17 @@ class _Owner:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it ran on this host and has ended."""
+        """Whether the process ran on this host and has ended."""
         return self.host == _host() and _started(self.pid) != self.started
 
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Let no other process write a run to `directory` meanwhile.
+    """Context in which no other process writes a run to `directory`.
 
-    A process may hold it several times. A lock whose process has ended is taken over,
-    on another host when it has shown no life for five minutes; a process that a
-    supervisor has started again takes that of the start before.
+    A process may hold it several times. A lock whose process has ended is taken over;
+    on another host, if it has shown no sign of life for five minutes; a process
+    restarted by a supervisor takes over the lock of its previous start.
 
     Args:
         directory: The output directory; made if needed.
@@ -95,7 +95,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _take(path: Path) -> _Owner:
-    """Make the file, in the place of one that nobody holds any more."""
+    """Create the file, replacing a stale one."""
     me = os.getpid()
     mine = _Owner(
         host=_host(),
@@ -116,14 +116,14 @@ def _take(path: Path) -> _Owner:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a lock that nobody holds any more.
+    """Remove a stale lock.
 
     Raises:
-        ValueError: somebody does.
+        ValueError: another process holds it.
     """
     owner, age = _read(path), _age(path)
     if age is None:
-        return  # it has just been given back
+        return  # it has just been released
     log = current()
     restarted = log.supervised and not log.at_first(True)
     ours = restarted and owner is not None and owner.supervised
@@ -133,7 +133,7 @@ def _remove_stale(path: Path) -> None:
             f"output_dir {path.parent} is in use by {owner or 'another process'}; wait "
             "until it has ended, or choose another directory"
         )
-    # By a rename, of which only one of several processes gets the file that it judged.
+    # By a rename, which only one of several processes can do with the file it judged.
     aside = path.with_name(f".{path.name}.{_host()}.{os.getpid()}")
     try:
         path.rename(aside)
@@ -147,7 +147,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def _read(path: Path) -> _Owner | None:
-    """The owner; None if the file is gone or says nothing yet."""
+    """The owner; None if the file is gone or still empty."""
     try:
         content: Any = json.loads(path.read_text())
         return _Owner(**content)
@@ -156,7 +156,7 @@ def _read(path: Path) -> _Owner | None:
 
 
 def _age(path: Path) -> float | None:
-    """Seconds since the last sign of life, by the clock of the disk."""
+    """Seconds since the last sign of life, by the file system's clock."""
     probe = path.with_name(f".{path.name}.{_host()}.{os.getpid()}.clock")
     try:
         probe.touch()
@@ -180,7 +180,7 @@ def _host() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process of this host began; empty if there is none."""
+    """Start time of a process of this host; empty if there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -189,7 +189,7 @@ def _started(pid: int) -> str:
 
 
 def _without_proc(pid: int) -> str:
-    """Whether it lives, where there is no /proc or no such process."""
+    """Whether it is alive, without /proc."""
     if Path("/proc/self/stat").exists():
         return ""
     try:

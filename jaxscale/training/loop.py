@@ -65,19 +65,20 @@ from jaxscale.training.step import (
 logger = logging.getLogger("jaxscale.training")
 
 type Hook = Callable[[int, TrainState, Metrics], TrainState | None]
-"""``hook(step, state, metrics)`` after each step; a state it returns replaces ours."""
+"""``hook(step, state, metrics)`` after each step; a state that it returns is used
+next."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """The results of `fit` that are in memory."""
+    """The in-memory results of `fit`."""
 
     state: TrainState
     """The state after the last step, on the mesh."""
     evaluation: Evaluation | None
     """The last evaluation; None if there was none."""
     interrupted: bool
-    """True if a signal ended the run early; its checkpoint is on disk."""
+    """True if a signal ended the run early, after saving a checkpoint."""
 
 
 def fit(
@@ -93,14 +94,14 @@ def fit(
     writers: Sequence[Writer] | None = None,
     devices: Sequence[Any] | None = None,
 ) -> FitResult:
-    """Train a model, from the newest checkpoint in the output directory on.
+    """Train a model, resuming from the newest checkpoint in the output directory.
 
-    The same call starts a run, continues an interrupted one bit for bit, on the same or
-    another mesh, and evaluates a finished one. On GPUs the output directory keeps the
-    compiled programs for that, unless JAX has a cache of them. SIGTERM or SIGINT
+    The same call starts a run, resumes an interrupted one exactly, on the same or
+    another mesh, and evaluates a finished one. On GPUs the output directory caches the
+    compiled programs for that, unless JAX has a compilation cache. SIGTERM or SIGINT
     (Ctrl-C) ends the run after the current step, and its evaluation if one is due, with
-    a checkpoint; a second one ends it at once. Of several processes any may get the
-    SIGTERM.
+    a checkpoint; a second one ends it at once. With several processes any of them may
+    get the SIGTERM.
 
     Args:
         config: The settings of the run.
@@ -109,42 +110,43 @@ def fit(
             may have ``progress()``: numbers for the metrics.
         eval_data: Held-out batches, of which ``config.eval_batches`` are evaluated; see
             `evaluate`.
-        model: A model to begin with, for example pretrained; it is taken over, its
-            arrays are donated. What it is, it says itself: its types, `remat`,
-            `scan_layers`, `tensor_parallel` and `quantization` count, whatever `config`
-            says, and are what the checkpoints record. None makes it as `config`
-            describes it, with the weights of ``config.source`` if that is given.
-        loss: The objective, a function of a model and a batch. None is that of the
-            head of an encoder, `masked_lm_loss` or `classification_loss`, and
+        model: A model to start from, for example pretrained; its arrays are donated.
+            Its types, `remat`, `scan_layers`, `tensor_parallel` and `quantization`
+            override those of `config`, and are recorded in the checkpoints. None makes
+            the model of `config`, with the weights of ``config.source`` if that is
+            given.
+        loss: The objective, a function of a model and a batch. None is the loss of an
+            encoder's head, `masked_lm_loss` or `classification_loss`, and
             `next_token_loss` for decoders.
         hooks: Called after each step.
         gradient_transforms: Optax transforms of the gradients before they are clipped,
-            as the masks of a pruned model.
+            such as the masks of a pruned model.
         transforms: More optax transforms before the learning rate.
-        writers: Writers of the records; None is a progress bar in a terminal and lines
-            elsewhere, ``metrics.jsonl`` and TensorBoard in the output directory, and
-            ``config.trackers``.
+        writers: Writers of the metric records; None is a progress bar in a terminal or
+            log lines elsewhere, ``metrics.jsonl`` and TensorBoard in the output
+            directory, and ``config.trackers``.
         devices: Devices of the mesh; None is all.
 
     Returns:
         The final state and the last evaluation.
 
     Raises:
-        ValueError: the settings do not fit the devices, ``config.model`` is not the
-            shape of `model`, on several devices ``config.rules`` are not its rules,
-            ``config.z_loss`` is given beside `loss`, the checkpoint in the output
-            directory belongs to another run or had a schedule for another number of
-            steps, `eval_data` has no end, or `train_data` ends before the last step.
+        ValueError: the settings do not fit the devices, ``config.model`` differs from
+            `model`, on several devices ``config.rules`` are not its rules,
+            ``config.z_loss`` is given together with `loss`, the checkpoint in the
+            output directory belongs to another run or had a schedule for another number
+            of steps, `eval_data` has no end, or `train_data` ends before the last step.
         FileNotFoundError: there is no checkpoint of ``config.step``.
-        DamagedCheckpoint: it, or each of the checkpoints there, cannot be read.
-        CheckpointNotWritten: one could not be; it is raised after the next step.
-        Diverged: ``config.max_skipped`` updates in a row were not finite, or the
-            parameters at the end are not. What was good is still there: no checkpoint
-            is written while updates are skipped.
-        ReplicasDiffer: with ``config.check_replicas_every``, a device has other values
-            than the others that hold the same arrays.
+        DamagedCheckpoint: that checkpoint, or every one there, cannot be read.
+        CheckpointNotWritten: a checkpoint could not be written; raised after the next
+            step.
+        Diverged: ``config.max_skipped`` consecutive updates were not finite, or the
+            final parameters are not. The last good checkpoint is kept: none is written
+            while updates are skipped.
+        ReplicasDiffer: with ``config.check_replicas_every``, a device's replica of an
+            array differs from the others.
         TypeError: the position of `train_data` cannot be saved, or `eval_data` can be
-            walked through only once.
+            iterated over only once.
     """
     config = _checked(config, model, loss)
     check_same_settings(config)
@@ -180,7 +182,7 @@ def fit(
         checkpoints = stack.enter_context(_checkpointer(config))
         monitor = stack.enter_context(_monitor(config, mesh, writers, events))
         batches: Any = stack.enter_context(closing(iter(train_data)))
-        # Before the above are closed, which may wait for processes that are dead.
+        # Before the above are closed, which may wait for dead processes.
         stack.enter_context(events.reported())
 
         # 1. The state, new or restored, on the mesh.
@@ -197,7 +199,7 @@ def fit(
             shardings=layout,
         )
 
-        # 2. Steps. None of these lines waits for the step that it follows.
+        # 2. Steps. None of these lines waits for the previous step.
         first = step = int(state.step)
         for line in describe(config, mesh, state):
             monitor.note(line)
@@ -217,7 +219,7 @@ def fit(
             for hook in hooks:
                 state = hook(step, state, metrics) or state
 
-            # 3. Now and then: save, which goes on in the background, and evaluate.
+            # 3. Periodically: save, in the background, and evaluate.
             last, stop = step == config.steps, asked_to_stop(step)
             if last or stop or step % config.checkpoint_every == 0:
                 with monitor.pause(phases.SAVE, step):
@@ -227,7 +229,7 @@ def fit(
                 with monitor.pause(phases.EVAL, step):
                     evaluation = evaluate(config, mesh, eval_step, state, eval_data)
                     monitor.log_evaluation(step, **dataclasses.asdict(evaluation))
-            # After the evaluation, which the run that goes on would not catch up on.
+            # After the evaluation, which the resumed run would not repeat.
             if stop and not last:
                 logger.warning("stopped by a signal after step %d", step)
                 events.emit(phases.STOPPED, step)
@@ -247,7 +249,8 @@ def fit(
 def packed_batches(
     config: TrainConfig, text: TextData, devices: Sequence[Any] | None = None
 ) -> tuple[PackedBatches, PackedBatches | None]:
-    """Batches for `fit` on the mesh of `config`: endless to train, one held-out pass.
+    """Batches for `fit` on the mesh of `config`: unlimited training, one held-out
+    epoch.
 
     Args:
         config: The settings of the run.
@@ -265,7 +268,7 @@ def packed_batches(
 
 
 def _check_data(train_data: Any, eval_data: Any) -> None:
-    """Fail now, not at the first checkpoint or the second evaluation."""
+    """Raise now, not at the first checkpoint or the second evaluation."""
     with closing(iter(train_data)) as batches:
         if not (hasattr(batches, "get_state") and hasattr(batches, "set_state")):
             raise TypeError(
@@ -286,7 +289,7 @@ def _check_data(train_data: Any, eval_data: Any) -> None:
 
 
 def _checked(config: TrainConfig, model: Any, loss: LossFunction | None) -> TrainConfig:
-    """The settings with those of the model, if these, it and the loss fit together."""
+    """The settings, completed by the model's, if they and the loss fit together."""
     if model is not None:
         config = config.of_model(model)
     if loss is not None and config.z_loss:
@@ -318,7 +321,7 @@ def _start(
     checkpoints: Checkpointer,
     batches: Any,
 ) -> tuple[TrainState, TrainState]:
-    """The state of a new or of the saved run, and its shardings."""
+    """The new or restored state, and its shardings."""
     stack = config.stack_layout(mesh.shape)
     if isinstance(model, Decoder | EncoderModel):
         model = fitted(model, mesh.shape, config.axis_rules)
@@ -360,7 +363,8 @@ def _start(
     elif model is None:
         state = jax.jit(create, out_shardings=layout)()
     else:
-        # Layers that move to places of stages cannot take the memory of the given ones.
+        # Layers that are rearranged for stages cannot reuse the memory of the given
+        # ones.
         donated = 0 if stack.is_flat else ()
         adopt = jax.jit(adopt, out_shardings=layout, donate_argnums=donated)
         state = adopt(model)
@@ -368,13 +372,13 @@ def _start(
 
 
 def _flat_rules(config: TrainConfig, mesh: Mesh) -> StateRules:
-    """The tables of a state whose layers lie in their order."""
+    """The sharding rules of a state whose layers are in model order."""
     is_flat = config.stack_layout(mesh.shape).is_flat
     return config.state_rules if is_flat else config.state_rules.with_flat_layers()
 
 
 def _flattened(state: TrainState, config: TrainConfig, mesh: Mesh) -> TrainState:
-    """`state` with its layers in their order, as other programs expect it."""
+    """`state` with its layers in model order, as other programs expect it."""
     stack = config.stack_layout(mesh.shape)
     if stack.is_flat:
         return state
@@ -389,7 +393,7 @@ def _flattened(state: TrainState, config: TrainConfig, mesh: Mesh) -> TrainState
         if x.shape == wanted.shape:
             return jax.device_put(x, place)
         flat = jax.jit(flatten, out_shardings=place)(x)
-        x.delete()  # one by one: there is no room for all of them twice
+        x.delete()  # one by one: two copies of all do not fit
         return flat
 
     leaves, wanted = jax.tree.leaves(state), jax.tree.leaves(abstract)
@@ -446,14 +450,14 @@ def _monitor(
 
 
 def _progress(batches: Any) -> dict[str, float]:
-    """What the batches say of themselves for the metrics, if anything."""
+    """Metrics that the batches report, if any."""
     return getattr(batches, "progress", dict)()
 
 
 def _next(
     batches: Iterator[Any], step: int, config: TrainConfig, left_out: int = 0
 ) -> Any:
-    """The batch after those that are left out."""
+    """The batch after the skipped ones."""
     for batch in itertools.islice(batches, left_out, None):
         return batch
     raise ValueError(

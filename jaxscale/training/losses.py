@@ -1,6 +1,6 @@
-"""Cross-entropy over a large vocabulary without its logits in memory.
+"""Cross-entropy over a large vocabulary without storing its logits.
 
-Axes: B batch, T tokens of a row, D model, V vocabulary.
+Axes: B batch, T tokens of a (packed) row, D model, V vocabulary.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ class LossSums(NamedTuple):
     tokens: Int[Array, ""]
     """Number of unmasked tokens."""
     correct: Int[Array, ""] | None
-    """Number of unmasked tokens whose target has the largest logit; None where answers
-    are numbers, which are not right or wrong."""
+    """Number of unmasked tokens whose target has the largest logit; None for
+    regression."""
     inputs: Int[Array, ""] | None = None
-    """Number of tokens that the model read, where it is not that of the unmasked."""
+    """Number of tokens that the model read, if it differs from the unmasked ones."""
 
 
 def chunked_cross_entropy(
@@ -52,35 +52,35 @@ def chunked_cross_entropy(
     .. math:: L = \sum_t m_t (\mathrm{lse}_t - l_{t, y_t} + z\, \mathrm{lse}_t^2)
 
     with logits :math:`l_t = h_t W + b` and :math:`\mathrm{lse}_t = \log \sum_v
-    e^{l_{tv}}`. Logits exist for one chunk of positions at a time, in fp32; the
-    product takes its operands in the type of `hidden`. When the loss is
-    differentiated, the forward pass also makes the gradients of `hidden` and `kernel`,
-    so that the logits are computed once (three products instead of the four of a
-    rematerialized loss) and nothing of size [T, V] is kept for the backward pass, which
-    only scales them.
+    e^{l_{tv}}`. Logits are computed for one chunk of positions at a time, in fp32; the
+    matmul takes its operands in the type of `hidden`. When the loss is differentiated,
+    the forward pass also computes the gradients of `hidden` and `kernel`, so that the
+    logits are computed once (three matmuls instead of the four of a rematerialized
+    loss) and nothing of size [T, V] is saved for the backward pass, which only scales
+    them.
 
-    Under a mesh the loss runs inside one `jax.shard_map`: rows stay where the rule
-    `batch` put them, the columns of `kernel` where `vocab` put them, and the gradient
-    of `kernel` is summed over the devices once, after the last chunk.
+    Under a mesh the loss runs inside one `jax.shard_map`: the batch is sharded by the
+    rule `batch`, the columns of `kernel` by `vocab`, and the gradient of `kernel` is
+    reduced over the devices once, after the last chunk.
 
     Args:
-        hidden: Output of the last norm; its type is that of the product.
+        hidden: Output of the last norm; its type is that of the matmul.
         kernel: Output projection, in the type of the parameters.
-        targets: Index of the right token; ignored where masked.
+        targets: Index of the correct token; ignored where masked.
         mask: Positions that count.
-        chunk_size: Positions of each row whose logits exist at one time. A larger chunk
-            takes more memory (6 V bytes a token on each device) and adds the fp32
-            gradient of `kernel` fewer times, which stops to matter on a GPU at about
-            2,000 tokens (rows times positions).
+        chunk_size: Positions per row whose logits are computed at a time. A larger
+            chunk takes more memory (6 V bytes per token on each device) and accumulates
+            the fp32 gradient of `kernel` fewer times, which makes no difference on a
+            GPU above about 2,000 tokens (rows times positions).
         z_loss: Coefficient of the penalty that keeps the log-sum-exp near zero.
         bias: Added to the logits.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
-        vocab_size: Columns of `kernel` that are tokens; those behind them are padding,
-            which has no part in the loss and no gradient. None is all.
-        rules: Sharding rules of the arrays. Mesh axes that are Manual hold complete
-            arrays: the caller sums over them.
+        vocab_size: Columns of `kernel` that are tokens; the others are padding, which
+            does not contribute to the loss and has no gradient. None is all.
+        rules: Sharding rules of the arrays. On Manual mesh axes arrays are local: the
+            caller reduces over them.
         vocab_axes: Manual mesh axes over which the caller has split the columns of
-            `kernel`, and `bias`, outermost first. Each device gets the entire loss and
+            `kernel`, and `bias`, outermost first. Each device gets the full loss and
             gradient of `hidden`, and the gradients of its columns.
 
     Returns:
@@ -154,7 +154,7 @@ class _Layout:
 
     @property
     def rules(self) -> AxisRules:
-        """The same as a table, without what the loss leaves whole."""
+        """The same as rules, without axes that the loss does not split."""
         return AxisRules(
             batch=self.batch, vocab=self.vocab, embed=self.embed, tokens=self.tokens
         )
@@ -166,7 +166,7 @@ class _Settings:
     z_loss: float
     softcap: float | None
     vocab_size: int | None
-    """Columns that count, where others are behind them."""
+    """Columns without padding, if there is padding."""
     layout: _Layout
     varying: tuple[frozenset[str], ...]
     """The Manual axes that each differentiable operand varies over."""
@@ -229,7 +229,7 @@ def _backward(settings: _Settings, gradients: Any, cotangents: Any) -> Any:
     leaves, structure = jax.tree.flatten(gradients)
     for i, (g, varying) in enumerate(zip(leaves, settings.varying, strict=True)):
         g = (scale * g.astype(jnp.float32)).astype(g.dtype)
-        # The gradient of what is equal on several devices is the sum over them.
+        # The gradient of a value that is equal on several devices is the sum over them.
         sums = tuple(_varying(g) - varying)
         leaves[i] = jax.lax.psum(g, sums) if sums else g
     return *jax.tree.unflatten(structure, leaves), None, None
@@ -248,7 +248,7 @@ def _run(
     *,
     gradients: bool,
 ) -> tuple[tuple[Array, LossSums], Any]:
-    """The loss, and its gradients if asked, on this device or on all of the mesh."""
+    """The loss, and its gradients if requested, on this device or on the whole mesh."""
     # FSDP gathers the kernel on the way into the shard_map: in the computation's type.
     operands: tuple[Any, ...]
     operands = (hidden, kernel.astype(hidden.dtype), bias, targets, mask)
@@ -304,7 +304,7 @@ def _local(
     *,
     gradients: bool,
 ) -> tuple[tuple[Array, LossSums], Any]:
-    """The shard of one device: a scan over chunks of positions, then the sums."""
+    """One device's shard: a scan over chunks of positions, then the reductions."""
     layout = settings.layout
     rows, length, features = hidden.shape
     chunks = -(-length // settings.chunk_size)
@@ -361,7 +361,7 @@ def _local(
 def _sum(
     x: Array, axes: tuple[str, ...], *, scatter: tuple[str, ...], dimension: int
 ) -> Array:
-    """The sum over mesh `axes`; each device keeps its part of those in `scatter`."""
+    """The sum over mesh `axes`, scattered over those in `scatter`."""
     if scatter:
         x = jax.lax.psum_scatter(x, scatter, scatter_dimension=dimension, tiled=True)
     rest = tuple(name for name in axes if name not in scatter)
@@ -376,7 +376,7 @@ def _chunk(
     targets: Array,
     mask: Array,
 ) -> tuple[LossSums, Array]:
-    """The sums of one chunk and the gradient of its logits before bias and product."""
+    """The sums of one chunk, and the gradient of its logits before bias and matmul."""
     logits = jnp.einsum(
         "btd,dv->btv", hidden, kernel, preferred_element_type=jnp.float32
     )  # [B, T, V]

@@ -1,4 +1,4 @@
-"""How the moments of an optimizer are kept between steps: in which type, and where."""
+"""How optimizer state is stored between steps: in which type, and where."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from jaxscale.sharding.parameters import kept_in
 
 
 type MemoryKind = Literal["device", "pinned_host"]
-"""The memory of the device, or that of its host, which it reaches by itself."""
+"""Device memory, or pinned host memory, which the device can read."""
 
 
 def keep_moments(
@@ -21,20 +21,20 @@ def keep_moments(
     dtypes: Mapping[str, str],
     memory_kind: MemoryKind = "device",
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` with its moments in other types, and in the memory of the host if wanted.
+    """`inner` with its state in other types, and optionally offloaded to host memory.
 
-    Its arithmetic is in fp32. Moments on the host come to the device one parameter
-    after the other, and go back before those of the next one come: the device never
-    has room for more than those of two parameters.
+    Its arithmetic is in fp32. Offloaded state is copied to the device parameter by
+    parameter, and back before that of the next one: the device holds at most the state
+    of two parameters.
 
     Args:
-        inner: A transform that treats each parameter by itself.
-        dtypes: Type of each moment, by its name in the state of `inner`.
-        memory_kind: Where they are between steps.
+        inner: A transform that treats each parameter separately.
+        dtypes: Data type of each moment, by its name in the state of `inner`.
+        memory_kind: Where they are stored between steps.
 
     Returns:
-        A transform whose update takes `finite`, a boolean: where it is false, the
-        moments stay as they are.
+        A transform whose update takes `finite`, a boolean: if it is false, the state
+        does not change.
     """
     on_host = memory_kind == "pinned_host"
     transform: Any = inner

@@ -33,43 +33,42 @@ class OptimizerConfig:
     """
 
     kind: Literal["adamw", "lamb", "muon"] = "adamw"
-    """AdamW; LAMB, which scales the update of each layer's parameter to its norm, for
-    large batches; or Muon for the matrices of hidden layers, AdamW for the rest, as the
-    log of the run says."""
+    """Optimizer: AdamW; LAMB, for large batches; or Muon for the matrices of hidden
+    layers with AdamW for the rest, which the log of the run lists."""
     learning_rate: float = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Schedule after the warm-up: a half cosine down to the minimum, or the peak with a
-    linear descent over the last part (warm-up, stable, decay), or the peak."""
+    """Schedule after the warm-up: cosine decay to the minimum, wsd (warm-up, stable,
+    linear decay), or constant at the peak."""
     schedule_steps: int | None = None
-    """Updates that the schedule is made for, after which the rate stays as it is at the
-    end; None is all of the run. A run that goes on for more or fewer steps than it was
-    begun with must name it: those of before, or new ones."""
+    """Updates that the schedule spans, after which the learning rate stays constant;
+    None is the length of the run. A run resumed with another number of steps must set
+    it, to the old number or a new one."""
     warmup_steps: int | None = None
-    """Updates over which the learning rate rises linearly to its peak; None is a tenth
-    of the run, 100 at most."""
+    """Updates of linear warm-up; None is a tenth of the run, at most 100."""
     decay_fraction: float = 0.2
-    """Part of all steps that the descent of ``"wsd"`` takes."""
+    """Fraction of all steps that the decay of ``"wsd"`` takes."""
     min_ratio: float = 0.1
-    """Learning rate at the end, as a part of the peak; not used by ``"constant"``."""
+    """Final learning rate as a fraction of the peak; not used by ``"constant"``."""
     b1: float = 0.9
-    """Decay rate of the first moment."""
+    """Adam's beta 1: decay rate of the first moment."""
     b2: float = 0.95
-    """Decay rate of the second moment."""
+    """Adam's beta 2: decay rate of the second moment."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled decay of matrices and embeddings, times the learning rate."""
+    """Decoupled weight decay of matrices and embeddings, scaled by the learning
+    rate."""
     clip_norm: float | None = 1.0
-    """Largest global norm of the gradients; None does not clip."""
+    """Global gradient norm to clip at; None does not clip."""
     mu_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the first moment is kept between steps."""
+    """Data type in which the first moment is stored."""
     nu_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the second moment is kept between steps."""
+    """Data type in which the second moment is stored."""
     memory_kind: MemoryKind = "device"
-    """Where the moments are between steps: pinned_host is the memory of the host, from
-    which they come for the update, one parameter after the other. A run may change
-    it at any checkpoint; the numbers are the same."""
+    """Where optimizer state is stored between steps: pinned_host offloads it to host
+    memory, from which each parameter's update fetches it. A run may change it at any
+    checkpoint; the result is the same."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "learning_rate", "eps")
@@ -137,21 +136,21 @@ def _check(ok: bool, name: str, value: Any, expected: str) -> None:
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
-    r"""The learning rate of update `n`, which counts from 0.
+    r"""The learning rate of update `n`, counted from 0.
 
     With peak :math:`p`, warm-up :math:`w`, total :math:`N` and minimum :math:`m`:
-    :math:`p (n + 1) / w` while :math:`n < w`; then for ``"cosine"``
-    :math:`m + (p - m)(1 + \cos \pi x) / 2` with :math:`x = (n - w) / (N - w)`; for
-    ``"wsd"`` :math:`p`, and over the last ``decay_fraction`` of the steps a line down
-    to :math:`m`, reached at :math:`n = N`. From there on the rate stays as it is: at
-    :math:`p` where no steps are left for a descent.
+    :math:`p (n + 1) / w` while :math:`n < w`; then for ``"cosine"`` :math:`m + (p -
+    m)(1 + \cos \pi x) / 2` with :math:`x = (n - w) / (N - w)`; for ``"wsd"`` :math:`p`,
+    and over the last ``decay_fraction`` of the steps a linear decay to :math:`m`,
+    reached at :math:`n = N`. After that the rate stays constant: at :math:`p` where no
+    steps are left for a decay.
 
     Args:
         config: Shape of the schedule.
         total_steps: Updates in the entire run, if ``config.schedule_steps`` is None.
 
     Raises:
-        ValueError: the warm-up, and for ``"wsd"`` the descent, do not fit in the run.
+        ValueError: the warm-up, and for ``"wsd"`` the decay, do not fit in the run.
 
     Example:
         >>> config = OptimizerConfig(learning_rate=1.0, warmup_steps=2, min_ratio=0.0)
@@ -171,7 +170,7 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
     needed = warmup + (descent if config.schedule == "wsd" else 0)
     if config.schedule != "constant" and needed > total_steps:
         raise ValueError(
-            f"warmup_steps {warmup} and the descent do not fit in {total_steps} steps, "
+            f"warmup_steps {warmup} and the decay do not fit in {total_steps} steps, "
             f"they need {needed}; lower warmup_steps or decay_fraction"
         )
 
@@ -192,12 +191,12 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
 def check_same_schedule(
     config: OptimizerConfig, steps: int, planned: int | None
 ) -> None:
-    """Raise where a run that goes on would leave its learning rate by a jump.
+    """Raise if a resumed run's learning rate would jump.
 
     Args:
         config: Shape of the schedule. One that names `schedule_steps` asks for it.
-        steps: Updates in the entire run, as it goes on.
-        planned: Updates that the schedule was made for so far; None is not known.
+        steps: Updates in the entire run, as resumed.
+        planned: Updates that the schedule was made for so far; None if unknown.
 
     Raises:
         ValueError: the schedule depends on the number of steps, which has changed.
@@ -219,11 +218,11 @@ def check_same_schedule(
 
 
 def decays(variable: nnx.Variable) -> bool:
-    """True where weight decay applies: to matrices, not to scales and biases.
+    """True if weight decay applies: to matrices, not to scales and biases.
 
-    The rank alone does not tell: in a stack of blocks the scale of a norm has the shape
-    [L, D]. The logical axes do: what is left without the stack's has two or more
-    dimensions, and none of them is ``"norm"``.
+    The rank does not decide it: in a stack of blocks the scale of a norm has the shape
+    [L, D]. The logical axes do: without the stack's there are two or more, and none of
+    them is ``"norm"``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -249,17 +248,16 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """The optimizer, with clipping by global norm, decay by logical axes, the schedule.
 
-    Moments are made from the parameters, so that `jaxscale.sharding.shardings` splits
-    them in the same way. They are updated in fp32, and kept in the types and in the
-    memory of `config`.
+    Optimizer state is initialized from the parameters, so that
+    `jaxscale.sharding.shardings` shards it in the same way. It is updated in fp32, and
+    stored in the types and in the memory that `config` names.
 
     Args:
-        config: Rates and types.
+        config: Learning rate, schedule and types.
         total_steps: Updates in the entire run, for the schedule.
-        gradient_transforms: Optax transforms of the gradients, before they are clipped;
-            the masks of a pruned model come in here.
-        transforms: More optax transforms, applied to the update before the learning
-            rate is.
+        gradient_transforms: Optax transforms of the gradients, before they are clipped,
+            such as the masks of a pruned model.
+        transforms: More optax transforms of the update, before the learning rate.
 
     References:
         AdamW: arXiv 1711.05101. LAMB: arXiv 1904.00962. Muon: arXiv 2502.16982.

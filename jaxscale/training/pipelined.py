@@ -1,7 +1,7 @@
-"""Loss and gradients of a decoder through a pipeline of stages.
+"""Loss and gradients of a decoder with pipeline parallelism.
 
-One `jax.shard_map` runs the ticks of a schedule (`jaxscale.sharding.pipeline`); what
-its stages compute is in `jaxscale.training.pipelined_region`.
+One `jax.shard_map` runs the ticks of a schedule (`jaxscale.sharding.pipeline`); the
+computation of a stage is in `jaxscale.training.pipelined_region`.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jaxscale.training.pipelined_region import Region
 
 
 type PipelineKind = Literal["1f1b", "gpipe"]
-"""How a pipeline orders backward passes: at once, or after all forward passes."""
+"""The order of backward passes: as early as possible, or after all forward passes."""
 
 
 def pipelined(
@@ -35,26 +35,27 @@ def pipelined(
 ) -> GradientFunction:
     """Gradients of a batch through the stages of the mesh axis `pipe`.
 
-    The layers of the model lie as `StackLayout` says for the stages of the mesh and for
-    `chunks`: a model with another layout is refused. Its embedding and its output
-    projection are computed by all stages together, each with its part of the vocabulary
-    where the rules split it over `pipe`. `zero` is that of `accumulated`; the
-    parameters outside of the layers are gathered, and their gradients scattered, once a
-    step.
+    The layers of the model must have the `StackLayout` of the mesh's stages and of
+    `chunks`. Embedding and output projection are computed by all stages together, each
+    with its part of the vocabulary if the rules split it over `pipe`. `zero` is as for
+    `accumulated`; the parameters outside of the layers are all-gathered, and their
+    gradients reduce-scattered, once a step.
 
-    The layers of a chunk are looped over, whatever `scan_layers` of the model is.
-    A stage keeps what `remat` keeps of its layers for each pass that waits for its
-    backward pass. ``kind="gpipe"`` differentiates the loop of forward passes, whose
-    memory grows with the microbatches: to compare.
+    The layers of a chunk are scanned, whatever the model's `scan_layers`. A stage saves
+    what `remat` saves of its layers for each microbatch in flight. ``kind="gpipe"``
+    differentiates the loop of forward passes, whose memory grows with the number of
+    microbatches: for comparison.
 
     Args:
-        loss: A `PipelinedLoss`: `next_token_loss`, or one that is apart as well.
-        microbatches: Parts of a batch, m; of several chunks a multiple of the stages.
-        rules: Sharding rules of parameters and rows, which split `layers` over `pipe`.
-        chunks: Parts of the layers that each stage holds, v: above 1 interleaved.
-        zero: What `fsdp` splits during a step.
-        state_rules: Tables of parameters, gradients and moments, instead of those that
-            `rules` and `zero` make.
+        loss: A `PipelinedLoss`: `next_token_loss`, or another with its interface.
+        microbatches: Microbatches per batch, m; with several chunks a multiple of the
+            stages.
+        rules: Sharding rules of parameters and batches, which split `layers` over
+            `pipe`.
+        chunks: Model chunks per stage (virtual stages), v: above 1 interleaved.
+        zero: ZeRO stage of `fsdp` during a step.
+        state_rules: Sharding rules of parameters, gradients and optimizer state,
+            instead of those that `rules` and `zero` make.
         kind: How backward passes are ordered.
 
     Raises:
@@ -90,10 +91,11 @@ def pipelined_sums(
 
     Args:
         loss: A `PipelinedLoss`.
-        microbatches: Parts of a batch.
-        rules: Sharding rules of parameters and rows, which split `layers` over `pipe`.
-        chunks: Parts of the layers that each stage holds.
-        state_rules: Tables of parameters, instead of those that `rules` make.
+        microbatches: Microbatches per batch.
+        rules: Sharding rules of parameters and batches, which split `layers` over
+            `pipe`.
+        chunks: Model chunks per stage.
+        state_rules: Sharding rules of parameters, instead of those of `rules`.
 
     Raises:
         ValueError: as `pipelined`.

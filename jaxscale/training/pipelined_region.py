@@ -1,10 +1,10 @@
-"""The region in which a pipeline runs: where parameters lie, what a stage computes.
+"""The Manual region of a pipeline: sharding of parameters, computation of a stage.
 
-It is Manual over the stages and over the axes that see other tokens; `tensor` is left
-to the layers.
+It is Manual over the stages and over data-parallel and context-parallel axes; `tensor`
+is left to the layers.
 
-Legend: B batch, T tokens of a row, D model, v chunks a stage, p stages, k groups of a
-chunk, of g layers each, m microbatches.
+Legend: B batch, T tokens of a (packed) row, D model, v chunks per stage, p stages, k
+groups per chunk, of g layers each, m microbatches.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ _MOVES = ("sharding_constraint", "reshape", "slice", "rev", "concatenate")
 
 @typing.runtime_checkable
 class PipelinedLoss(typing.Protocol):
-    """A loss that a pipeline computes apart from the layers."""
+    """A loss that a pipeline can compute separately from the layers."""
 
     def of_hidden(
         self,
@@ -56,8 +56,8 @@ class PipelinedLoss(typing.Protocol):
         """The summed loss of the activations after the last norm, and its parts.
 
         Args:
-            model: Has the output projection.
-            hidden: Activations of the rows of `batch`.
+            model: The model with the output projection.
+            hidden: Activations of `batch`.
             batch: Tokens and targets.
             vocab_axes: Manual mesh axes over which the vocabulary is split.
         """
@@ -66,7 +66,7 @@ class PipelinedLoss(typing.Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Region:
-    """A model in the Manual region, and where its parameters are stored."""
+    """A model in the Manual region, and the sharding of its parameters."""
 
     loss: PipelinedLoss
     rules: AxisRules
@@ -74,19 +74,20 @@ class Region:
     microbatches: int
     tables: StateRules
     rows: tuple[str, ...]
-    """Manual axes that see other rows."""
+    """Manual data-parallel axes."""
     context: tuple[str, ...]
-    """Manual axes that share the tokens of a row."""
+    """Manual context-parallel axes."""
     model: Any
     graph: Any
     blocks: Any
     """Parameters of the layers."""
     ends: Any
-    """Those of embedding, last norm and output projection."""
+    """Parameters of embedding, last norm and output projection."""
     rest: Any
-    """What of the model is no parameter."""
+    """The part of the model that is not parameters."""
     variants: list[AttentionConfig]
-    """The attention of each layer of a group: of the shortest pattern of a chunk."""
+    """The attention of each layer of a group, the shortest repeating pattern of a
+    chunk."""
 
     @classmethod
     def of(
@@ -98,7 +99,7 @@ class Region:
         chunks: int,
         tables: StateRules,
     ) -> "Region":
-        """Check that model, mesh and settings fit each other.
+        """Check that model, mesh and settings fit together.
 
         Raises:
             ValueError: they do not.
@@ -137,7 +138,7 @@ class Region:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Manual axes that see other tokens."""
+        """Manual data-parallel and context-parallel axes."""
         return self.rows + self.context
 
     @property
@@ -146,18 +147,17 @@ class Region:
         return tuple(n for n in as_tuple(self.rules.vocab) if n == _AXIS)
 
     def split(self, tree: Any, rules: AxisRules, *, leading: int | None = None) -> Any:
-        """The partition of each parameter over the axes that see other rows.
+        """The partition of each parameter over data-parallel axes.
 
         Args:
             tree: The parameters.
-            rules: Table that they are split by.
-            leading: Dimensions of layers that these have in the region; None is as they
-                are stored.
+            rules: Their sharding rules.
+            leading: Number of layer dimensions in the region; None is as stored.
         """
         return self._inside(specs(tree, rules.only(self.rows)), leading)
 
     def placed(self, tree: Any, *, leading: int | None = None) -> Any:
-        """As `split`, over all axes, among them those left to the compiler."""
+        """As `split`, over all axes, including those left to the compiler."""
         return self._inside(specs(tree, self.rules), leading)
 
     def _inside(self, found: Any, leading: int | None) -> Any:
@@ -208,7 +208,7 @@ class Region:
     def _local(
         self, kind: Kind, gradients: bool, blocks: Any, ends: Any, rest: Any, batch: Any
     ) -> tuple[LossSums, Any]:
-        """What one stage does with its layers and its rows."""
+        """The computation of one stage with its layers and its shard of the batch."""
         layout, tables = self.layout, self.tables
         batch = own_part(batch, self.rules)
         blocks = cast_layers(blocks, self.model.dtype)
@@ -282,7 +282,7 @@ class _Stage:
     region: Region
     rest: Any
     batch: Any
-    """Rows of this device, [m, B, ...]."""
+    """This device's shard of the batch, [m, B, ...]."""
     blocks: Any
 
     def program(self) -> PipelineProgram:
@@ -311,7 +311,7 @@ class _Stage:
         )
 
     def activation(self, leading: tuple[int, ...]) -> Array:
-        """Zeros with the shape and the placement of a residual stream."""
+        """Zeros with the shape and the sharding of a residual stream."""
         model = self.region.model
         _, rows, length = self.batch.tokens.shape
         x = jnp.zeros((*leading, rows, length, model.config.d_model), model.dtype)
@@ -326,7 +326,7 @@ class _Stage:
         return self._placed(lose(x, lost, region.rules))
 
     def layer(self, group: Any, x: Array, mb: Array, c: Array, i: Array) -> Array:
-        """The residual stream behind a group of layers."""
+        """The residual stream after a group of layers."""
         region, batch = self.region, self._rows(mb)
         model, layout = region.model, region.layout
         graph, _, rest = nnx.split(model.blocks, nnx.Param, ...)
@@ -342,7 +342,7 @@ class _Stage:
             variants=region.variants,
             active=active,
             call=self._call,
-            scan=True,  # else what is cut out of the stack would be kept
+            scan=True,  # otherwise slices of the stack would be saved
         )
         return self._placed(y)
 
@@ -354,7 +354,7 @@ class _Stage:
         )
 
     def _call(self, block: Block, x: Array, state: Any) -> tuple[Array, Any]:
-        """A block, whose parameters are whole for its use."""
+        """Run a block with its parameters gathered."""
         region = self.region
         gathered = set(region.others)
 
@@ -366,8 +366,8 @@ class _Stage:
             return nnx.merge(graph, params, rest)(x, state)
 
         def saveable(primitive: Any, *_: Any, **params: Any) -> bool:
-            # Parameters, and keys and values of whole rows, are gathered and put in
-            # order again, or the stash would hold a copy of them for each microbatch.
+            # Parameters, and keys and values of whole rows, are gathered again in the
+            # backward pass, or the stash would hold a copy of them for each microbatch.
             if primitive.name in _MOVES:
                 return False
             names = as_tuple(params.get("axis_name", ()))
@@ -393,13 +393,13 @@ class _Stage:
 
 
 def _pattern(variants: list[AttentionConfig]) -> list[AttentionConfig]:
-    """The shortest list that `variants` repeats without a rest."""
+    """The shortest list that `variants` repeats exactly."""
     period = period_of(variants)
     return variants if len(variants) % period else variants[:period]
 
 
 def _check_model(model: Any, rules: AxisRules, mesh: AbstractMesh) -> None:
-    """Raise where a model cannot run through the stages of a mesh."""
+    """Raise if a model cannot run through the stages of a mesh."""
     if not hasattr(model, "run_blocks") or not isinstance(model.blocks, Block):
         raise ValueError(
             f"model is a {type(model).__name__} whose layers are no stack of a "

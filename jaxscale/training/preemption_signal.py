@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop after its present step."""
+"""Signals that stop a run after its current step."""
 
 import contextlib
 import signal
@@ -12,13 +12,13 @@ from jax.experimental import multihost_utils
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[Callable[[int], bool]]:
-    """Give a function that says after each step if a signal asks to stop.
+    """Yield a function that says after each step whether to stop.
 
-    In one process the first SIGTERM or SIGINT asks for it and the second acts as usual.
-    Of several processes one that gets a SIGTERM is enough: the preemption service of
-    `jax.distributed` lets all of them stop after the same step, so each must ask after
-    each step. Elsewhere than in the main thread Python allows no handlers, and the
-    answer is always no.
+    In a single process the first SIGTERM or SIGINT requests the stop and the second
+    acts as usual. With several processes a SIGTERM to one is enough: the preemption
+    service of `jax.distributed` makes all of them stop after the same step, so each
+    must ask after each step. Outside of the main thread Python allows no handlers, and
+    the answer is always no.
     """
     if jax.process_count() > 1:
         yield multihost_utils.reached_preemption_sync_point

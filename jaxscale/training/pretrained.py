@@ -1,4 +1,4 @@
-"""Models that have weights already: of a source to begin with, or of a run."""
+"""Pretrained models: from a source to fine-tune, or from a run."""
 
 import dataclasses
 import logging
@@ -41,20 +41,20 @@ def pretrained(
 ) -> Decoder | EncoderModel:
     """The model of ``config.source``, with types and adapters as `config` says.
 
-    An encoder gets the head of `config`, with the parameters of its files if it is the
-    one that these hold. Another one keeps the rows of labels that both have, and the
-    pooler; the rest is new.
+    An encoder gets the head of `config`, with the parameters of the files if they have
+    the same head. Another head keeps the pooler, and the rows of labels that both have;
+    the rest is new.
 
     Args:
-        config: The settings of the run; they name the source.
+        config: The settings of the run, with the source.
         mesh: The devices.
         rules: Mesh axes of each logical axis; None is those of `config`.
-        places: Those by which the parameters lie; None is `rules`. Others are for
-            layers that do not divide over the stages of a pipeline.
+        places: Rules that the parameters are sharded by; None is `rules`. Others are
+            for layers that do not divide over pipeline stages.
 
     Raises:
         FileNotFoundError: there is no such source, or a file of it is missing.
-        ValueError: it is not of the shape of ``config.model``, or damaged.
+        ValueError: it does not match ``config.model``, or is damaged.
     """
     assert config.source is not None
     rules = config.axis_rules if rules is None else rules
@@ -64,7 +64,7 @@ def pretrained(
         model = _of_run(config, directory, mesh, places)
     else:
         model = _of_hugging_face(config, directory, mesh, places)
-    config.of_model(model)  # raises where it has another shape
+    config.of_model(model)  # raises if it has another shape
     # It computes by the settings, wherever it lies: neither by `places`, nor with the
     # `quantization` of `load`, which is that of serving.
     described = jax.eval_shape(
@@ -84,7 +84,7 @@ def load_model(
     tensor_parallel: TensorParallel = None,
     like: TrainConfig | None = None,
 ) -> Decoder | EncoderModel:
-    """The dense model of a checkpoint, straight onto the mesh.
+    """The dense model of a checkpoint, restored directly onto the mesh.
 
     Args:
         directory: Directory of the run.
@@ -93,8 +93,8 @@ def load_model(
         dtype: Type of the computation; None is that of the run.
         step: Step of the checkpoint; None is the newest.
         tensor_parallel: Communication of the model, whatever it was during the run.
-        like: Settings of a run that trains the model on: it computes, recomputes,
-            loops over its layers, communicates and multiplies as they say.
+        like: Settings of a run that continues to train the model, which override its
+            types, remat, scan_layers, communication and quantization.
 
     Raises:
         ValueError: model and mesh do not fit, or the run file is damaged.
@@ -128,7 +128,7 @@ def load_model(
 
 
 def _open_checkpoints(directory: Path, config: TrainConfig) -> Checkpointer:
-    """The checkpoints of the run of `config`, to read."""
+    """The checkpoints of the run of `config`, read-only."""
     return Checkpointer(
         directory / "checkpoints",
         config=run_directory.checkpoint_settings(config),
@@ -148,8 +148,8 @@ def _load_adapted(
     """The model of a run with adapters, which are merged into its weights.
 
     Args:
-        directory: Directory of the run, which holds the adapters.
-        config: Settings of the model; their source holds its weights.
+        directory: Directory of the run, with the adapters.
+        config: Settings of the model; their source has its weights.
         mesh: The devices.
         rules: Mesh axes of each logical axis.
         step: Step of the checkpoint; None is the newest.
@@ -157,7 +157,7 @@ def _load_adapted(
 
     Raises:
         FileNotFoundError: there is no such checkpoint, or the source is gone.
-        ValueError: run and source do not fit, or the source holds other weights than
+        ValueError: run and source do not match, or the source has other weights than
             the adapters were trained on.
     """
     if config.source is None:
@@ -177,14 +177,14 @@ def _load_adapted(
 
 
 def check_source(config: TrainConfig) -> None:
-    """Check that the model of ``config.source`` has the shape of ``config.model``.
+    """Check that the model of ``config.source`` matches ``config.model``.
 
     Only its settings and the headers of its files are read.
 
     Raises:
         FileNotFoundError: there is no such source, or a file of it is missing.
-        ValueError: it has another shape, is of a kind that is not supported, or its
-            files do not fit its settings.
+        ValueError: it does not match, is of an unsupported kind, or its files do not
+            fit its settings.
     """
     if config.source is None:
         if config.lora.rank:
@@ -208,7 +208,7 @@ def check_source(config: TrainConfig) -> None:
             )
     if not run_directory.is_run(directory):
         check_files(directory)
-    # Raises where the adapters are for layers that the model lacks.
+    # Raises if the adapters are for layers that the model lacks.
     jax.eval_shape(lambda: adapted(config, make_model(config)))
 
 

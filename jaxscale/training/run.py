@@ -1,8 +1,8 @@
-"""The directory of a run: the settings it was started with, and its tokenizer.
+"""The directory of a run: its settings and tokenizer.
 
-``run.json`` makes a directory the directory of a run. Beside it stand the tokenizer,
-the checkpoints and the metrics, so that the directory alone is enough to continue the
-run or to generate from it.
+``run.json`` makes a directory the directory of a run. It also contains the tokenizer,
+the checkpoints and the metrics, so that the directory alone is enough to resume the run
+or to generate from it.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ from jaxscale.training.optimizer import check_same_schedule
 
 RUN_FILE = "run.json"
 FAILED_FILE = "run.failed.json"
-"""Name of that file where the run ended before its first checkpoint."""
+"""Name of that file if the run ended before its first checkpoint."""
 MASKS_FILE = "masks.safetensors"
-"""Masks beside it, where the run is that of a pruned model."""
+"""File of the masks, if the run is of a pruned model."""
 
 
-# What may change of the data, as the text itself and its position are compared.
+# Data settings that may change, since the text itself and its position are compared.
 _FREE = (
     *("paths", "suffixes", "text_field", "pair_field", "label_field"),
     *("tokenizer", "control_tokens", "cache_dir", "batch_size", "prefetch"),
@@ -45,7 +45,7 @@ _FREE = (
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A dataclass as what JSON can hold: dictionaries, lists, text and numbers.
+    """A dataclass as JSON values: dictionaries, lists, strings and numbers.
 
     Example:
         >>> from jaxscale.sharding import MeshConfig
@@ -56,16 +56,16 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict[C](kind: type[C], values: dict[str, Any], prefix: str = "") -> C:
-    """The dataclass that `to_dict` took apart.
+    """The dataclass of a result of `to_dict`.
 
     Args:
         kind: The dataclass.
         values: Its fields.
-        prefix: What the names of fields begin with in errors.
+        prefix: Prefix of field names in errors.
 
     Raises:
-        ValueError: `values` has a field that `kind` does not know, lacks one, or has a
-            value of another type.
+        ValueError: `values` has an unknown field, lacks one, or has a value of another
+            type.
 
     Example:
         >>> from jaxscale.sharding import MeshConfig
@@ -97,13 +97,13 @@ def from_dict[C](kind: type[C], values: dict[str, Any], prefix: str = "") -> C:
 
 
 def _revive(hint: Any, value: Any, name: str) -> Any:
-    hint = getattr(hint, "__value__", hint)  # of a name that `type` gave it
+    hint = getattr(hint, "__value__", hint)  # of a `type` alias
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if value is None and types.NoneType in args:
             return None
         hints = [h for h in args if h is not types.NoneType]
-        # Of several dataclasses the first that has all fields; they differ in these.
+        # Of several dataclasses, the first that has all fields; they differ in these.
         hint = next((h for h in hints if _has_fields(h, value)), hints[0])
         return _revive(hint, value, name)
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
@@ -130,7 +130,7 @@ def _has_fields(hint: Any, value: Any) -> bool:
 
 
 def checkpoint_settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings of a run with which its checkpoints are saved, and compared."""
+    """The settings that a run's checkpoints save and compare."""
     return config.identity() | {
         HEAD: None if config.head is None else to_dict(config.head),
         SCHEDULE_STEPS: config.optimizer.schedule_steps or config.steps,
@@ -144,11 +144,11 @@ def is_run(directory: Path) -> bool:
 
 @runtime_checkable
 class Text(Protocol):
-    """What a run is trained on: `TextData`, or `LabeledText`."""
+    """The data of a run: `TextData`, or `LabeledText`."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Encodes the text."""
+        """Tokenizer of the text."""
         ...
 
     @property
@@ -189,7 +189,7 @@ def write(directory: Path, config: TrainConfig, text: Text) -> None:
 
 @contextlib.contextmanager
 def given_up_on_failure(directory: Path) -> Iterator[None]:
-    """Leave `directory` free for another run if this one fails with nothing saved.
+    """Free `directory` for another run if this one fails without a checkpoint.
 
     Its files stay, and ``run.json`` becomes ``run.failed.json``.
     """
@@ -217,17 +217,17 @@ def read_config(directory: Path) -> TrainConfig:
 def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
     """Check that the run of `config` may write into `directory`.
 
-    A run that has saved nothing binds nobody: other settings may resume it.
+    A run without a checkpoint may be resumed with other settings.
 
     Args:
         directory: Directory that the run writes to.
         config: Settings of the run.
-        resume: True: it may continue the run that is there.
+        resume: True: the run there may be resumed.
 
     Raises:
-        ValueError: the directory holds another run or other files, or is a file, there
-            is no checkpoint of ``config.step``, or more steps would stretch the
-            schedule of the run.
+        ValueError: the directory has another run or other files, or is a file, there is
+            no checkpoint of ``config.step``, or another number of steps would change
+            the schedule of the run.
     """
     saved, step = _saved(directory), config.step
     if step is not None and not (resume and step in saved):
@@ -278,7 +278,7 @@ def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
 
 
 def check_text(directory: Path, text: Text) -> None:
-    """Check that a continued run finds the text that it was started with.
+    """Check that a resumed run has the text that it was started with.
 
     Raises:
         ValueError: the text has changed.
@@ -298,14 +298,14 @@ def _saved(directory: Path) -> list[int]:
 
 
 def _planned(directory: Path, steps: list[int]) -> int | None:
-    """Updates that the schedule of the newest of these checkpoints was made for.
+    """Updates that the newest checkpoint's schedule was made for; None if unknown.
 
-    None is not known. ``run.json`` has those of the last start, which may have ended
-    before it saved anything by its new plan.
+    ``run.json`` has the number of the last start, which may have ended before it saved
+    anything with its new schedule.
     """
     for step in reversed(steps):
         settings = settings_of(directory / "checkpoints" / str(step))
-        if settings is not None:  # else damaged: the run goes on from the one before
+        if settings is not None:  # else damaged: the run resumes from the previous one
             planned = settings.get(SCHEDULE_STEPS)
             if planned is None or type(planned) is int:
                 return planned
@@ -330,9 +330,9 @@ def _read(directory: Path) -> dict[str, Any]:
 
 
 def _identity(config: TrainConfig) -> dict[str, Any]:
-    """The settings that a continued run may not change, by dotted names.
+    """The settings that a resumed run may not change, by dotted name.
 
-    Where the text comes from is free: what it is, `check_text` compares.
+    The paths of the text may change: `check_text` compares its content.
     """
     data = to_dict(config.data)
     for name in _FREE:

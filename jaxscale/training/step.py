@@ -1,4 +1,4 @@
-"""One update of the parameters as one jitted pure function."""
+"""The training step, as one jitted pure function."""
 
 import dataclasses
 import typing
@@ -37,7 +37,7 @@ type EvalStep = Callable[[Any, Any], LossSums]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """All that training changes; a pytree that a step takes and returns.
+    """The training state; a pytree that a step takes and returns.
 
     Example:
         >>> import jax, optax
@@ -51,11 +51,11 @@ class TrainState:
     step: Int32[Array, ""]
     """Batches consumed, those of skipped updates included."""
     skipped: Int32[Array, ""]
-    """Updates left out because the loss or the gradients were not finite."""
+    """Updates skipped because the loss or the gradients were not finite."""
     model: Any
     """The module with its parameters."""
     opt_state: Any
-    """State of the optimizer, over the `nnx.Param` of the model by path."""
+    """Optimizer state, over the `nnx.Param` of the model by path."""
 
     @classmethod
     def create(
@@ -88,23 +88,23 @@ def trained_part(state: TrainState) -> TrainState:
 
 
 def frozen_part(model: Any) -> Any:
-    """The parameters of `model` that training leaves as they are; None without any."""
+    """The frozen parameters of `model`; None if there are none."""
     return nnx.state(model, Frozen) if has_frozen(model) else None
 
 
 def with_frozen(trained: Any, model: Any) -> Any:
-    """`model` with the parameters that are not frozen taken from another place.
+    """`model` with its trained parameters replaced.
 
     Args:
         trained: The model of `trained_part`.
-        model: Has the frozen parameters.
+        model: The model with the frozen parameters.
     """
     graph, frozen, _ = nnx.split(model, Frozen, ...)
     return nnx.merge(graph, frozen, trained)
 
 
 def has_frozen(model: Any) -> bool:
-    """True if training leaves parameters of `model` as they are."""
+    """True if `model` has frozen parameters."""
     variables = jax.tree.leaves(
         model, is_leaf=lambda node: isinstance(node, nnx.Variable)
     )
@@ -117,10 +117,10 @@ def state_shardings(state: TrainState, mesh: Mesh, rules: StateRules) -> TrainSt
     Args:
         state: The state, or its abstract form.
         mesh: The devices.
-        rules: Tables of parameters and moments.
+        rules: Sharding rules of parameters and optimizer state.
 
     Raises:
-        ValueError: the tables do not fit the mesh or the state.
+        ValueError: the rules do not fit the mesh or the state.
     """
     parameters = shardings(state, mesh, rules.parameters)
     moments = shardings(state.opt_state, mesh, rules.moments)
@@ -137,7 +137,7 @@ class NextTokenLoss:
     """
 
     chunk_size: int = 1024
-    """Positions of a row whose logits exist at one time."""
+    """Positions per row whose logits are computed at a time."""
     z_loss: float = 0.0
     """Coefficient of the squared log-sum-exp."""
 
@@ -158,12 +158,12 @@ class NextTokenLoss:
         batch: Any,
         vocab_axes: tuple[str, ...] = (),
     ) -> tuple[Array, LossSums]:
-        """The same of the activations after the last norm.
+        """The same for the activations after the last norm.
 
         Args:
-            model: Has the output projection.
-            hidden: Activations of the rows of `batch`.
-            batch: The targets.
+            model: The model with the output projection.
+            hidden: Activations of `batch`.
+            batch: The batch with the targets.
             vocab_axes: Manual mesh axes over which the columns of the projection are
                 split.
         """
@@ -177,7 +177,7 @@ class NextTokenLoss:
             z_loss=self.z_loss,
             bias=bias,
             softcap=model.logit_softcap,
-            # A model of one's own has no columns behind its vocabulary.
+            # A custom model has no padding after its vocabulary.
             vocab_size=getattr(model, "vocab_size", None),
             rules=model.rules,
             vocab_axes=vocab_axes,
@@ -188,7 +188,7 @@ def next_token_loss(*, chunk_size: int = 1024, z_loss: float = 0.0) -> NextToken
     """The loss of a decoder on a `PackedBatch`.
 
     Args:
-        chunk_size: Positions of a row whose logits exist at one time.
+        chunk_size: Positions per row whose logits are computed at a time.
         z_loss: Coefficient of the squared log-sum-exp.
     """
     return NextTokenLoss(chunk_size=chunk_size, z_loss=z_loss)
@@ -205,29 +205,28 @@ def make_train_step(
 
     The gradient is :math:`\sum_i g_i / \sum_i n_i` over microbatches and devices, with
     :math:`g_i` the gradient of a summed loss and :math:`n_i` its unmasked tokens: each
-    token weighs the same, however the batch is cut.
+    token weighs the same, however the batch is split.
 
-    When the loss or the norm of the gradients is not finite, the parameters, the
-    moments and the optimizer's own count, which the schedule reads, stay as they are:
-    ``state.step`` and ``state.skipped`` grow by one and the batch is lost.
+    When the loss or the norm of the gradients is not finite, parameters and optimizer
+    state, including the count that the schedule reads, do not change: ``state.step``
+    and ``state.skipped`` grow by one and the batch is skipped.
 
-    Call it under ``jax.set_mesh(mesh)``: without, the rules have no effect.
+    Call it under ``jax.set_mesh(mesh)``: without a mesh, the rules have no effect.
 
     Args:
-        gradients: Gives the sums and the gradients of a batch: `accumulated` or
-            `pipelined`.
-        optimizer: Takes fp32 gradients of the `nnx.Param` of the model.
-        schedule: Learning rate by count of applied updates, for the metrics alone.
-        shardings: Shardings of the state that comes out, for example
-            ``jax.tree.map(lambda x: x.sharding, state)``. Without, the compiler may
-            write an equal sharding in another way, for which the second call compiles
-            again.
+        gradients: Function that returns the sums and the gradients of a batch:
+            `accumulated` or `pipelined`.
+        optimizer: Optimizer of fp32 gradients of the `nnx.Param` of the model.
+        schedule: Learning rate by count of applied updates, for the metrics only.
+        shardings: Shardings of the returned state, for example ``jax.tree.map(lambda x:
+            x.sharding, state)``. Without them the compiler may express an equal
+            sharding differently, for which the second call recompiles.
 
     Returns:
         The step. Its metrics are scalars: mean `loss` and `z_loss` by token, `accuracy`
-        if the loss tells it, `grad_norm` before clipping, `param_norm` before the
-        update, `lr`, `tokens` of this batch (all that the model read, if the loss tells
-        them), and `skipped` updates until now.
+        if the loss reports it, `grad_norm` before clipping, `param_norm` before the
+        update, `lr`, `tokens` of this batch (all that the model read, if the loss
+        reports them), and `skipped` updates so far.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -284,7 +283,7 @@ def make_eval_step(loss_fn: LossFunction, *, rules: AxisRules = REPLICATED) -> E
 
     Args:
         loss_fn: Summed loss of a model on a batch.
-        rules: Sharding rules, whose `context` says which devices share a row.
+        rules: Sharding rules, including `context` for context parallelism.
     """
     return jax.jit(accumulated_sums(loss_fn, rules=rules))
 
@@ -298,16 +297,16 @@ def global_norm(tree: Any) -> Float[Array, ""]:
 def _row_major(grad: Array) -> Array:
     """`grad` in the layout of its parameter.
 
-    XLA scatters a sum over devices along the major dimension and so makes a split one
-    that. Left so, the gradient of a matrix that is split by columns would be transposed
-    inside the update, together with the parameter and its moments, which takes four
-    times as long and copies of all three.
+    XLA reduce-scatters along the major dimension, so it makes a split dimension the
+    major one. Left so, the gradient of a matrix that is split by columns would be
+    transposed inside the update, together with the parameter and its moments, which
+    takes four times as long and copies of all three.
     """
     return with_layout_constraint(grad, Layout(major_to_minor=tuple(range(grad.ndim))))
 
 
 def _split_as(old: Array, new: Array) -> Array:
-    """`new` as `old` is split over explicit mesh axes; others follow the outputs."""
+    """`new` sharded as `old` over Explicit mesh axes; others follow the outputs."""
     split = jax.typeof(old).sharding
     if AxisType.Explicit in split.mesh.axis_types:
         return jax.sharding.reshard(new, split)

@@ -1,4 +1,4 @@
-"""Attention of rows that are one sequence each: cuDNN's kernels, ours, or XLA."""
+"""Attention without sequence packing: cuDNN's kernels, ours, or XLA."""
 
 from pallas_kernels.attention.api import attention
 

@@ -1,4 +1,4 @@
-"""The public attention of rows that are one sequence each.
+"""The public attention without sequence packing.
 
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H head dim.
 """
@@ -42,15 +42,15 @@ def attention(
     alibi_slopes: Float[Array, " N"] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """``softmax(mask(softcap(scale * q k^T) - alibi)) v`` of rows without padding.
+    """``softmax(mask(softcap(scale * q k^T) - alibi)) v`` without padding.
 
     With ``implementation=None`` cuDNN runs on NVIDIA GPUs. On Hopper GPUs the kernel of
-    `pallas_kernels.varlen_attention` runs where it was measured to be faster (heads of
-    64 or 128 and rows of at least 1,024 tokens where the call is differentiated, 2,048
-    where it is not and causal; without a mask 8,192 with heads of 128), where cuDNN
-    cannot do it (a softcap, sinks, ALiBi, more keys than queries, a window on both
-    sides), and where there is no cuDNN, as when a program is lowered for a GPU on a
-    machine without one. XLA runs elsewhere and stores the scores. Differentiable.
+    `pallas_kernels.varlen_attention` runs instead if it was measured to be faster (head
+    dims 64 or 128 and sequences of at least 1,024 tokens if the call is differentiated,
+    2,048 if it is not and causal; without a mask 8,192 with head dim 128), if cuDNN
+    does not support the call (a softcap, sinks, ALiBi, more keys than queries, a window
+    on both sides), and if there is no cuDNN, as when a program is lowered for a GPU on
+    a machine without one. XLA runs elsewhere and stores the scores. Differentiable.
 
     The kernel's schedule is a constant of the program, made while it is traced.
 
@@ -58,20 +58,20 @@ def attention(
         q: [B,T,N,H] queries.
         k: [B,S,K,H] keys; query head n reads key head ``n // (N / K)``.
         v: [B,S,K,H] values.
-        causal: a query sees no later key; the last query sees the last key.
-        window: (left, right): a query sees at most so many keys before and after its
-            own position; None is no limit.
+        causal: a query attends to no later key; the last query attends to the last key.
+        window: (left, right): a query attends to at most so many keys before and after
+            its own position; None is no limit.
         scale: factor of the scores; None is ``1 / sqrt(H)``.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         sinks: [N] logit of one more key per head, whose value is zero, unscaled.
         alibi_slopes: [N] penalty per token of distance between a key and the query's
-            own position, subtracted behind the softcap.
+            own position, subtracted after the softcap.
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, H at most 256),
             "cudnn" (bfloat16 or float16, H a multiple of 8, at most 256 on Hopper and
             128 elsewhere), "xla", a sequence of these, or None for the best.
 
     Returns:
-        [B,T,N,H] of the type of q; zeros for a query that sees no key.
+        [B,T,N,H] of the type of q; zeros for a query without keys.
 
     Raises:
         TypeError: scale or softcap is traced or no number, or sinks or alibi_slopes are
@@ -121,7 +121,7 @@ def _attention(
     v: jax.Array,
     *per_head: jax.Array | None,
 ) -> jax.Array:
-    """The best implementation on these shapes, by whether a gradient follows."""
+    """The best implementation for these shapes, forward only or with gradients."""
     device = DeviceSpec.current()
     problems = [Problem.of(q, k, **variant, gradient=g) for g in (False, True)]
     forward, both = (

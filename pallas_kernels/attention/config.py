@@ -1,4 +1,4 @@
-"""Attention of whole rows as a problem, and which kernel is expected to be faster."""
+"""Attention without packing as a problem, and which kernel should be faster."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,28 +18,28 @@ _LEAST_TOKENS: Mapping[tuple[str, int], tuple[int, int]] = {
     ("fwd_bwd", 64): (1024, 1024),
     ("fwd_bwd", 128): (1024, 1024),
 }
-"""Queries of a row from which our kernel is taken, without and with a causal mask, by
+"""Sequence length from which our kernel is used, without and with a causal mask, by
 pass and head dim.
 
-From benchmarks/results/nvidia_h200/varlen_attention.json, rows of the pattern
-``constant`` beside cudnn_padded: what is taken needs 0.81 to 1.01 of cuDNN's time.
-Shorter rows need up to 1.16 (4,096 without a mask and heads of 128: 1.015), heads of
-256 from 0.96 to 1.10 with no order in it. Most of these rows had kernels in them that
-made a table of the sequences, a few microseconds each, which whole rows have no more.
-Heads of other sizes are padded to the next of these; with a window nothing was
-measured, and the rule is the same."""
+From benchmarks/results/nvidia_h200/varlen_attention.json, the pattern ``constant``
+against cudnn_padded: the chosen cases take 0.81 to 1.01 of cuDNN's time. Shorter
+sequences take up to 1.16 (4,096 without a mask and head dim 128: 1.015), head dim 256
+from 0.96 to 1.10 in no order. Most of these measurements include kernels that made a
+table of the sequences, a few microseconds each, which unpacked calls no longer have.
+Other head dims are padded to the next of these; with a window nothing was measured, and
+the rule is the same."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Attention of a batch of rows that are one sequence each."""
+    """Attention of a batch of unpacked sequences."""
 
     batch: int
-    """Rows."""
+    """Batch size."""
     queries: int
-    """Queries of a row."""
+    """Queries per sequence."""
     keys: int
-    """Keys of a row."""
+    """Keys per sequence."""
     heads: int
     """Query heads."""
     kv_heads: int
@@ -49,17 +49,17 @@ class Problem:
     dtype: jnp.dtype
     """Type of all operands."""
     causal: bool
-    """A query sees no later key."""
+    """Causal mask."""
     window: Window
-    """Keys that a query sees on each side."""
+    """Keys that a query attends to on each side."""
     softcap: float | None
     """Bound on the scores."""
     sinks: bool
-    """One more key a head, whose value is zero."""
+    """Attention sinks: one more key per head, whose value is zero."""
     alibi: bool
-    """A penalty on distance."""
+    """ALiBi: a penalty on distance."""
     gradient: bool
-    """The gradient is computed, too."""
+    """The gradient is computed too."""
 
     @classmethod
     def of(cls, q: Any, k: Any, **variant: Any) -> "Problem":
@@ -78,7 +78,7 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """Key in the tables of tuned configs, which have none of it so far."""
+        """Key in the tables of tuned configs, which have no such entries so far."""
         return (
             f"b={self.batch} t={self.queries} s={self.keys} n={self.heads}"
             f" k={self.kv_heads} h={self.head_dim} {self.dtype.name}"

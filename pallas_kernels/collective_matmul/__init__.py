@@ -1,4 +1,4 @@
-"""Matrix products of tensor parallelism, together with their communication."""
+"""Tensor-parallel matmuls fused with their communication."""
 
 from pallas_kernels.collective_matmul.api import (
     all_gather_matmul,

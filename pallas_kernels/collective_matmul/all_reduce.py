@@ -1,34 +1,34 @@
-"""All-reduce in one shot, for sums so small that latency is all there is.
+"""One-shot all-reduce, for sums so small that only latency matters.
 
-Every device pushes its array to all peers at once and adds up what has come in, in the
-order of the devices, so that the sums are equal bit for bit on all of them and between
+Every device pushes its array to all peers at once and sums the received arrays in the
+order of the devices, so that the sums are bitwise equal on all of them and between
 runs. That is one exchange, where a ring has 2 (D - 1) and a reduce-scatter followed by
 an all-gather has two, for D / 2 times the bytes of the latter.
 
-`one_shot_all_reduce` needs nothing but its argument. What it waits for are semaphores,
-which XLA clears before each call, and arrays of its peers, which XLA's barrier over
-devices says are there. Both together take longer than the exchange.
+`one_shot_all_reduce` needs nothing but its argument. It depends on semaphores, which
+XLA clears before each call, and on XLA's barrier over devices, which guarantees that
+the peers' arrays exist. Both together take longer than the exchange.
 
 `low_latency_all_reduce` needs neither. It writes to a `Workspace` that outlives the
-call, made once in a program; its *cells* hold data and a flag, which are written at
-once, so that who sees the flag has the data: no fence, no second message. A cell is
-empty again once it was read.
+call, made once per program; its *cells* hold data and a flag in one atomic write, so
+that a reader that sees the flag has the data: no fence, no second message. Reading a
+cell empties it.
 
-Why two sets of cells are enough. Calls take turns with them. Take a block of device A
-that writes the cells of a block of device B for call e + 2. It has ended call e + 1, so
-it has read what that block of B wrote for call e + 1; B began that call after it ended
-call e, in which it read and emptied the cells that A now writes. With one set A might
-be a call ahead of B, and write what B has not read.
+Two sets of cells, used alternately, are enough. When a block of device A writes the
+cells of a block of device B for call e + 2, it has finished call e + 1, so it has read
+what that block of B wrote for call e + 1; B began that call after it finished call e,
+in which it read and emptied the cells that A now writes. With one set A might be a call
+ahead of B, and overwrite what B has not read.
 
-Nothing is left to read when a device ends a call: it has read all that was sent to it.
-So the workspace may be freed after the last call without another barrier.
+When a device finishes a call it has read all that was sent to it. So the workspace may
+be freed after the last call without another barrier.
 
-Axis letters: L elements of the array; D devices. A *chunk* is what a block moves and
-adds at a time.
+Axis letters: L elements of the array; D devices. A *chunk* is what a block sends and
+sums at a time.
 
 References:
-    The cells are those of NCCL's protocol LL, which numbers its flags instead of
-    emptying cells, and must clean them before the numbers repeat.
+    The cells are those of NCCL's LL protocol, which numbers its flags instead of
+    emptying cells, and must clear them before the numbers repeat.
 """
 
 import math
@@ -58,13 +58,13 @@ __all__ = [
 ]
 
 CHUNK = (32, 64)
-"""Rows and columns of a chunk, once the array is seen as rows of 64 elements."""
+"""Rows and columns of a chunk, with the array viewed as rows of 64 elements."""
 
 
 def one_shot_all_reduce(
     y: jax.Array, *, axis_name: str, device: DeviceSpec
 ) -> jax.Array:
-    """Adds up an array over a mesh axis, in fp32 and in the order of the devices.
+    """All-reduces an array over a mesh axis, in fp32 and in the order of the devices.
 
     Args:
         y: any shape; bfloat16 or float16.
@@ -75,8 +75,8 @@ def one_shot_all_reduce(
         The sum, rounded once; shape and type of y.
     """
     devices = lax.axis_size(axis_name)
-    # Whole rows are moved as one line of bytes: past the last of a device it would end
-    # in the first rows of the next one.
+    # Whole rows are copied as contiguous bytes: past the last row of a device the copy
+    # would reach the first rows of the next one.
     flat = jnp.pad(y.reshape(-1), (0, -y.size % math.prod(CHUNK)))
     flat = flat.reshape(-1, CHUNK[1])  # [L/64,64]
     chunks = flat.shape[0] // CHUNK[0]
@@ -149,31 +149,31 @@ def one_shot_all_reduce(
 # --- Without a barrier ----------------------------------------------------------------
 
 LINE = 512
-"""Elements of a chunk: 8 bytes for each thread of a warpgroup."""
+"""Elements per chunk: 8 bytes for each thread of a warpgroup."""
 
 _FASTER = {
     ("nvidia_h100_80gb_hbm3", 2): 64 * 4096,
     ("nvidia_h100_80gb_hbm3", 4): 32 * 8192,
 }
-"""By GPU and number of devices the most elements of the sums with which whole steps of
-decoding were measured, and were faster than with XLA's."""
+"""By GPU and number of devices, the largest sums with which whole decode steps were
+measured to be faster than with XLA's all-reduce."""
 
 _LAYOUT = plgpu.Layout.WG_STRIDED((LINE,), vec_size=4)
 
 
 class Workspace(NamedTuple):
-    """Memory of one device that its peers write to, for calls that follow each other.
+    """Memory of one device that its peers write to, for consecutive calls.
 
-    Each call takes the workspace of the one before, and all devices make the same
-    calls. It is no value to keep: peers write to the very memory, so a program must
-    use it in a line, without copies, as the carry of a loop for example. A copy that
-    XLA makes between two calls loses what a peer wrote before it.
+    Each call takes the workspace of the previous one, and all devices make the same
+    calls. Peers write to this very memory, so a program must use it linearly, without
+    copies, for example as the carry of a loop: a copy that XLA makes between two calls
+    loses what a peer wrote before it.
     """
 
     cells: jax.Array
-    """int32 [2,D,chunks,512], by turn, sender and chunk: pairs of data and flag."""
+    """int32 [2,D,chunks,512], by set, sender and chunk: pairs of data and flag."""
     turns: jax.Array
-    """int32 [blocks]: which set of cells a block takes next."""
+    """int32 [blocks]: which set of cells a block uses next."""
 
 
 def make_workspace(
@@ -185,7 +185,7 @@ def make_workspace(
     are known to be empty.
 
     Args:
-        elements: the most elements of an array.
+        elements: maximum number of elements of an array.
         dtype: type of the arrays: bfloat16 or float16.
         axis_name: mesh axis of the sums.
         device: the GPU that the kernel is built for.
@@ -202,11 +202,11 @@ def make_workspace(
 def low_latency_all_reduce(
     y: jax.Array, workspace: Workspace, *, axis_name: str
 ) -> tuple[jax.Array, Workspace]:
-    """Adds up an array over a mesh axis, in fp32 and in the order of the devices.
+    """All-reduces an array over a mesh axis, in fp32 and in the order of the devices.
 
     Args:
         y: any shape; bfloat16 or float16.
-        workspace: of `make_workspace` or of the call before, large enough for y.
+        workspace: from `make_workspace` or the previous call, large enough for y.
         axis_name: mesh axis of the sum.
 
     Returns:
@@ -227,8 +227,8 @@ def low_latency_all_reduce(
     if y.size == 0:
         return y, workspace
     flat = jnp.pad(y.reshape(-1), (0, -y.size % LINE)).reshape(-1, LINE)  # [L/512,512]
-    # XLA fuses a slice, as of a product of padded rows, with the kernel that reads it,
-    # and the fusion says no longer that the workspace is changed in place.
+    # XLA fuses a slice, as of a matmul of padded rows, with the kernel that reads it,
+    # and the fusion loses the aliasing of the workspace.
     flat = lax.optimization_barrier(flat)
     axes, all_axes = varying(y), varying(y, *workspace) | {axis_name}
     total, workspace = unmarked(
@@ -242,7 +242,7 @@ def low_latency_all_reduce(
 
 
 def was_faster(elements: int, devices: int, device: DeviceSpec) -> bool:
-    """Whether steps of decoding were measured to be faster than with XLA's sums.
+    """Whether decode steps were measured to be faster than with XLA's all-reduce.
 
     Args:
         elements: elements of the array.
@@ -260,7 +260,7 @@ def was_faster(elements: int, devices: int, device: DeviceSpec) -> bool:
 def _exchange(
     flat: jax.Array, workspace: Workspace, *, axis_name: str, barrier: bool
 ) -> tuple[jax.Array, Workspace]:
-    """The sum of chunks [L/512,512]; the workspace is changed in place."""
+    """The sum of chunks [L/512,512]; the workspace is updated in place."""
     blocks = workspace.turns.size
 
     def body(y: Ref, cells: Ref, turns: Ref, out: Ref) -> None:
@@ -284,10 +284,10 @@ def _exchange(
 def exchange(
     y: Ref, out: Ref, cells: Ref, turn: Scalar, *, axis_name: str, blocks: int
 ) -> None:
-    """One call of one block: sends its chunks to all, then adds up what all sent.
+    """One call of one block: sends its chunks to all, then sums what all sent.
 
     Args:
-        y: [chunks,512], what this device adds.
+        y: [chunks,512], the term of this device.
         out: as y, the sums.
         cells: as in `Workspace`.
         turn: int32, which of the two sets of cells.
@@ -323,8 +323,8 @@ def send(there: Ref, values: jax.Array) -> None:
     """Writes a chunk to cells, which must be empty; returns at once.
 
     Args:
-        there: int32 [512] of global memory, of a peer as a rule.
-        values: [512] of 16 bits, 4 in a row to a thread.
+        there: int32 [512] in global memory, usually a peer's.
+        values: [512] of 16 bits, 4 consecutive ones per thread.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _LAYOUT))
@@ -336,7 +336,7 @@ def send(there: Ref, values: jax.Array) -> None:
         words = [
             llvm.extractelement(pair, arith.constant(i32, place)) for place in range(2)
         ]
-        # Each 8 bytes are written as one.
+        # Each 8 bytes are one atomic write.
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
             [_cell(there), *words],
@@ -352,14 +352,14 @@ def send(there: Ref, values: jax.Array) -> None:
 
 
 def receive(here: Ref, dtype: jnp.dtype) -> jax.Array:
-    """Waits for a chunk in cells, takes it out, and leaves the cells empty.
+    """Waits for a chunk in cells, reads it, and empties the cells.
 
     Args:
-        here: int32 [512] of global memory of this device.
+        here: int32 [512] in this device's global memory.
         dtype: type of the values, of 16 bits.
 
     Returns:
-        [512], 4 in a row to a thread.
+        [512], 4 consecutive ones per thread.
     """
 
     @plgpu.inline_mgpu(
@@ -397,7 +397,7 @@ def receive(here: Ref, dtype: jnp.dtype) -> jax.Array:
 
 
 def finish_turn(turn: Ref, following: Scalar) -> None:
-    """Writes which cells are next, once all warps know which were these.
+    """Writes the next set of cells, once all warps have read the current one.
 
     Args:
         turn: int32 [1] of global memory.

@@ -1,4 +1,4 @@
-"""Matrix products with their communication: the public functions.
+"""Matmuls fused with their collectives: the public functions.
 
 All are called inside `jax.shard_map`, on the arrays of one device.
 
@@ -35,29 +35,28 @@ def all_gather_matmul(
     implementation: str | Sequence[str] | None = None,
     config: CollectiveConfig | None = None,
 ) -> Any:
-    """Multiplies the rows of all devices by the weight of this device.
+    """All-gathers the rows of all devices and multiplies them by this device's weight.
 
     ``y = all_gather(x) w``, where rows ``d m`` to ``(d+1) m`` of ``all_gather(x)`` are
     the rows of device d, within each leading index: activations [batch, sequence / D,
-    features] come back as [batch, sequence, features]. It is the first product of a
-    tensor-parallel block, with weights split by columns.
+    features] come back as [batch, sequence, features]. It is the column-parallel matmul
+    that begins a tensor-parallel block.
 
-    Several weights share one gather: queries, keys and values; gate and up; attention
-    and MLP of a parallel block.
+    Several weights share one all-gather: queries, keys and values; gate and up;
+    attention and MLP of a parallel block.
 
     With ``implementation=None`` the kernel runs on Hopper GPUs of one process over an
-    axis of 2, 4 or 8 devices, where it is expected not to lose: where it was within 2%
-    of XLA when the problem was tuned or faster, and for problems that were not tuned
-    from 256 rows of each device on, or 1,024 where features are no multiples of 64 and
-    must be padded. It also needs the mesh to hold devices 0, 1, 2, ...
-    in this order, and all its axes to be manual. XLA runs elsewhere; the logger
-    "pallas_kernels" says why.
+    axis of 2, 4 or 8 devices if it is expected to be at least as fast as XLA: if it was
+    faster or within 2% when the problem was tuned, and for untuned problems from 256
+    rows per device, or 1,024 if features are no multiples of 64 and must be padded. It
+    also needs the mesh to hold devices 0, 1, 2, ... in this order, and all its axes to
+    be manual. XLA runs elsewhere; the logger "pallas_kernels" says why.
 
     Differentiable. ``dx`` is one `matmul_reduce_scatter` over all weights, and ``dw``
     reads the gathered x, a residual D times as large as x. Inside `jax.checkpoint` it
     goes by the name ``all_gather_matmul_gathered`` and y by ``all_gather_matmul_out``:
-    ``jax.checkpoint_policies.save_only_these_names("all_gather_matmul_out")`` keeps the
-    products and gathers x again (a kernel then multiplies again too, XLA does not).
+    ``jax.checkpoint_policies.save_only_these_names("all_gather_matmul_out")`` saves the
+    results and gathers x again (a kernel then multiplies again too, XLA does not).
     Gradients of outputs are rounded to the type of the operands first.
 
     Args:
@@ -70,12 +69,12 @@ def all_gather_matmul(
         out_dtype: type of y; that of x by default.
         implementation: "mosaic_gpu" (one Hopper kernel, bfloat16 or float16; features
             that are no multiples of 64 are padded, which copies), "xla" (a collective,
-            then the product), "xla_ring" (D steps, in each of which a transfer can
-            overlap a product), a sequence of these, or None for the best.
-        config: how the kernel cuts this product (gradients look theirs up); None looks
-            it up in `pallas_kernels.tuned_configs`, op "collective_matmul". With one,
-            or inside `override` of that module, the kernel is tried first. The XLA
-            forms refuse one.
+            then the matmul), "xla_ring" (D steps, in each of which a transfer can
+            overlap a matmul), a sequence of these, or None for the best.
+        config: tiling of the kernel (gradients look theirs up); None looks it up in
+            `pallas_kernels.tuned_configs`, op "collective_matmul". With one, or inside
+            `override` of that module, the kernel is tried first. The XLA
+            implementations refuse one.
 
     Returns:
         y ``[*B,D*m,N]``; of a sequence of weights, a tuple. With `return_gathered`
@@ -100,9 +99,9 @@ def all_gather_matmul(
         True
 
     References:
-        Flux (arXiv 2406.06858), section 3: all-gather and product in one kernel. It
-        has no gradients and one weight for each call. The gather along the sequence
-        is that of arXiv 2205.05198, section 4.2.2.
+        Flux (arXiv 2406.06858), section 3: all-gather and matmul in one kernel. It has
+        no gradients and one weight per call. The all-gather along the sequence is that
+        of arXiv 2205.05198, section 4.2.2.
     """
     xs, ws = _operands("x", x), _operands("w", w)
     if len(xs) != 1:
@@ -140,11 +139,12 @@ def matmul_reduce_scatter(
     implementation: str | Sequence[str] | None = None,
     config: CollectiveConfig | None = None,
 ) -> Float[Array, "*B m N"]:
-    """Sums products over devices and leaves each device its rows.
+    """Multiplies and reduce-scatters: sums over devices and leaves each device its
+    rows.
 
     ``y = reduce_scatter(sum_i x_i w_i)``: device d keeps rows ``d M/D`` to ``(d+1)
-    M/D`` within each leading index. It is the second product of a tensor-parallel
-    block, with weights split by rows.
+    M/D`` within each leading index. It is the row-parallel matmul that ends a
+    tensor-parallel block.
 
     Several pairs share one reduction: attention and MLP of a parallel block.
 
@@ -159,9 +159,9 @@ def matmul_reduce_scatter(
             one for each x.
         axis_name: mesh axis to sum over, of D devices; D divides M.
         rhs_transposed: weights are stored as [N,K].
-        deterministic: y is equal bit for bit between runs. False allows an
-            implementation a faster sum whose order varies; none uses it yet.
-        out_dtype: type of y; that of x by default. Sums travel in it.
+        deterministic: y is bitwise equal between runs. False allows an implementation a
+            faster sum whose order varies; none uses it yet.
+        out_dtype: type of y; that of x by default. Partial sums are sent in it.
         implementation: as in `all_gather_matmul`.
         config: as in `all_gather_matmul`.
 
@@ -221,10 +221,10 @@ def matmul_all_reduce(
     implementation: str | Sequence[str] | None = None,
     config: CollectiveConfig | None = None,
 ) -> Float[Array, "*B M N"]:
-    """Sums products over devices and leaves the sum on each device.
+    """Multiplies and all-reduces: sums over devices and leaves the sum on each.
 
-    ``y = all_reduce(sum_i x_i w_i)``: the second product of a tensor-parallel block
-    whose rows are not split, as in decoding.
+    ``y = all_reduce(sum_i x_i w_i)``: the row-parallel matmul of a tensor-parallel
+    block whose tokens are not split, as in decode.
 
     Differentiable: ``dx_i = dy w_i^T`` and ``dw_i = x_i^T dy``, without communication
     where types track what is equal on all devices (`check_vma` of `jax.shard_map`, the
@@ -238,7 +238,7 @@ def matmul_all_reduce(
         axis_name: mesh axis to sum over.
         rhs_transposed: weights are stored as [N,K].
         deterministic: as in `matmul_reduce_scatter`.
-        out_dtype: type of y; that of x by default. Sums travel in it.
+        out_dtype: type of y; that of x by default. Partial sums are sent in it.
         implementation: as in `all_gather_matmul`; "xla_ring" needs M in multiples of D.
         config: as in `all_gather_matmul`.
 

@@ -1,4 +1,4 @@
-"""Collective matrix products: the call, the problem, the tiling, and its choice.
+"""Collective matmuls: the call, the problem, the tiling, and its choice.
 
 Axis letters: B leading axes, M rows of all devices, m rows of one, K contraction,
 N columns; D devices.
@@ -36,25 +36,25 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveConfig(MatmulConfig):
-    """Tiling of the matrix product in the kernel, and of its copies from peers."""
+    """Tiling of the matmul in the kernel, and of its copies from peers."""
 
     store_slots: int = 1
     buffers: int = 2
-    """Buffers of a block through which it copies; all but one are under way."""
+    """Copy buffers of a block; all but one are in flight."""
     buffer_bytes: int = 8192
     """Largest size of a buffer; a power of two."""
     piece_chunks: int = 4
-    """All-gather: how often a buffer is filled before others are told."""
+    """All-gather: buffers copied before other blocks are notified."""
     gather_order: Literal["rows", "k"] = "rows"
     """All-gather: what arrives first. "rows": row blocks of the peers one by one, each
-    in its whole depth. "k": the first columns of all their rows, then the next ones,
-    so that all tiles advance with the links: for products of about one wave of tiles.
-    A buffer then holds a part of a row, and its size says how large the steps are."""
+    in its whole depth. "k": the first columns of all their rows, then the next ones, so
+    that all tiles advance with the links: for matmuls of about one wave of tiles. A
+    buffer then holds a part of a row, and its size says how large the steps are."""
     transfer: Literal["pull", "push"] = "pull"
-    """Reduce-scatter: devices read the partial sums that peers have for them, or write
-    to peers what they have for them: for sums that the links bound, or of few rows."""
+    """Reduce-scatter: "pull": devices read their partial sums from peers; "push": they
+    write partial sums to peers, for link-bound reductions or few rows."""
     one_shot: bool = False
-    """All-reduce: exchange whole sums once, after a product through XLA. Pays for few
+    """All-reduce: exchange whole sums once, after a matmul by XLA. Faster for few
     rows."""
 
     def __post_init__(self) -> None:
@@ -90,13 +90,13 @@ class Call:
     """Arguments of a call of an op, apart from its operands."""
 
     axis_name: str
-    """Mesh axis over which devices communicate."""
+    """Mesh axis to communicate over."""
     size: int
     """D, devices of that axis."""
     rhs_transposed: bool = False
     """Weights are stored as [N,K]."""
     out_dtype: jnp.dtype
-    """Type of the products."""
+    """Type of the results."""
     implementation: str | tuple[str, ...] | None = None
     """Implementations that the caller named."""
     config: CollectiveConfig | None = None
@@ -140,7 +140,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveProblem:
-    """One collective product as each of D devices sees it."""
+    """One collective matmul as each of D devices sees it."""
 
     kind: Kind
     """The collective."""
@@ -208,7 +208,7 @@ class CollectiveProblem:
         return " ".join(parts + ["rhs_transposed"] * self.rhs_transposed)
 
     def declines(self, device: DeviceSpec) -> str | None:
-        """Say why XLA is expected to be faster where nothing was measured, or None."""
+        """Say why XLA is expected to be faster if nothing was measured, or None."""
         rows, least = self.batch * self.m, _LEAST_ROWS * self.devices
         if self.kind == "all_reduce":
             least = _LEAST_ROWS_REDUCED // self.devices
@@ -238,21 +238,21 @@ _TILES = (
     CollectiveConfig(tile_m=128, tile_n=64, stages=8),
 )
 _LEAST_ROWS = 256
-"""Rows of one device from which a problem that was never tuned is expected to gain."""
+"""Rows per device from which an untuned problem is expected to be faster than XLA."""
 _LEAST_ROWS_PADDED = 1024
-"""The like where features are no multiples of 64, and operands are copied."""
+"""The same if features are no multiples of 64, and operands are copied."""
 _LEAST_ROWS_REDUCED = 8192
-"""The like for an all-reduce, rows of all devices times devices: the fewer devices, the
-less is there to hide."""
+"""The same for an all-reduce, rows of all devices times devices: with fewer devices
+there is less communication to hide."""
 _LEAST_ROWS_OF_8_BITS = {("nvidia_h100_80gb_hbm3", 4): 2048}
-"""By GPU and number of devices the fewest rows of all devices with which products of
-8-bit operands were measured: 1.13 to 1.84 times as fast as XLA's."""
+"""By GPU and number of devices, the fewest rows of all devices with which fp8 matmuls
+were measured: 1.13 to 1.84 times as fast as XLA's."""
 # Time at 320 columns: less power goes to moving operands, but rings are shorter, which
 # tells where sums of peers pass through them.
 _WIDEST = {"all_gather": 0.98, "reduce_scatter": 1.01}
 _LINK_BYTES = 170  # bytes a cycle from all peers to one device
 _LINK_LATENCY = 15000  # until the first of them are there, barriers included
-_BESIDE = 1.1  # a product beside reads from peers takes so much longer
+_BESIDE = 1.1  # slowdown of a matmul that overlaps reads from peers
 _ONE_SHOT_ROWS = 128
 _FEW_ROWS = 2048  # of all devices, up to which gathers gain in the order of K
 _ROOMY_BYTES = 176 << 10  # rings that leave room for more buffers
@@ -261,7 +261,7 @@ _ROOMY_BYTES = 176 << 10  # rings that leave room for more buffers
 def _cost(
     problem: CollectiveProblem, config: MatmulConfig, device: DeviceSpec
 ) -> float:
-    """Estimated cycles of the product alone, as for `pallas_kernels.matmul`."""
+    """Estimated cycles of the matmul alone, as for `pallas_kernels.matmul`."""
     rows, columns = problem.counts(config)
     tiles = rows * problem.devices * columns
     return waves(tiles, device) * _tile_cost(problem, config)
@@ -289,7 +289,7 @@ def _estimate(
 
 
 def _tiles(problem: CollectiveProblem) -> list[CollectiveConfig]:
-    """Cuts that fit the columns."""
+    """Tilings that fit the columns."""
     columns = max(64, min(problem.n))
     narrowest = min(columns, 128)
     # Sums of an all-reduce are handed on in boxes, of which that is the largest.
@@ -304,10 +304,10 @@ def _tiles(problem: CollectiveProblem) -> list[CollectiveConfig]:
 
 
 def _waiting(problem: CollectiveProblem) -> float:
-    """Estimated cycles in which a device gets what it needs of the others."""
+    """Estimated cycles of the transfers that a device waits for."""
     columns = problem.k if problem.kind == "all_gather" else problem.n
     rows = problem.batch * problem.rows * (problem.devices - 1)
-    # Sums travel in 16 bits at least.
+    # Partial sums have at least 16 bits.
     least = 1 if problem.kind == "all_gather" else 2
     nbytes = rows * sum(columns[:1]) * max(problem.dtype.itemsize, least)
     return _LINK_LATENCY + nbytes / _LINK_BYTES
@@ -369,13 +369,13 @@ def _best_cut(problem: CollectiveProblem, device: DeviceSpec) -> CollectiveConfi
 def in_order_of_k(
     problem: CollectiveProblem, device: DeviceSpec
 ) -> list[CollectiveConfig]:
-    """Configs that gather in the order of K: the two best cuts of the product alone.
+    """Configs that gather in the order of K: the two best tilings of the matmul alone.
 
-    All tiles then wait for the links alike, so there is no use for small ones. What is
-    under way to a block, 14 KiB, covers the latency of a link.
+    All tiles then wait for the links alike, so small ones have no advantage. The 14 KiB
+    in flight to a block cover the latency of a link.
 
     Returns:
-        Steps of 2,048 and of 1,024 columns for each cut, the best cut first; none where
+        Steps of 2,048 and of 1,024 columns for each tiling, the best first; none if
         nothing is gathered.
     """
     if problem.kind != "all_gather":
@@ -418,11 +418,11 @@ def candidates(
         more = dataclasses.replace(chosen, buffers=buffers, buffer_bytes=nbytes)
         found.append(dataclasses.replace(more, store_slots=1))
     if _waiting(problem) > 0.4 * _cost(problem, chosen, device) and not roomy:
-        # The links are the bound: a short ring leaves room for much under way.
+        # Link-bound: a short ring leaves room for more copies in flight.
         short = dataclasses.replace(chosen, stages=3, buffers=4)
         found += [short, dataclasses.replace(short, buffer_bytes=16384)]
     if _waiting(problem) > 0.8 * _cost(problem, chosen, device):
-        # They are idle until the first tile is there, and after the last of a peer.
+        # Links are idle until the first tile is there, and after a peer's last.
         small = [c for c in tiles if c.tile_n == 128]
         found += small + [_pairs(problem, config) for config in small]
     few = problem.batch * problem.m <= 2 * _FEW_ROWS

@@ -1,9 +1,9 @@
-"""The three collective matrix products: what computes them, and their gradients.
+"""The three collective matmuls: their implementations and gradients.
 
-Each is a record, an `Op`, of the functions that implement it. `run` picks one of them;
-below it stands what a kernel needs around it; at the end stand the gradient rules. The
-gradient of a gather is a reduction over the same devices, and the other way round, so
-that a backward pass communicates through the same implementations.
+Each is an `Op`, a record of the functions that implement it; `run` picks one of them.
+After it come the wrappers of the kernel, and at the end the gradient rules. The
+gradient of an all-gather is a reduce-scatter over the same devices, and vice versa, so
+the backward pass communicates through the same implementations.
 
 Axis letters: B merged leading axes, m rows of a device, M rows of all, K contraction,
 N columns, D devices of the axis.
@@ -53,7 +53,7 @@ __all__ = [
 
 type Arrays = tuple[jax.Array, ...]
 type Operands = tuple[Any, ...]
-"""Arrays, or a `ScaledArray` each."""
+"""Arrays or `ScaledArray`s."""
 type Implementation = Callable[[Any, Any, Call], Any]
 
 TABLE = "collective_matmul"
@@ -68,10 +68,10 @@ PREFERRED = ("mosaic_gpu", "xla")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Op:
-    """A collective matrix product and what computes it.
+    """A collective matmul and its implementations.
 
-    A gather takes x [B,m,K] and gives ``(products, gathered x or None)``; a reduction
-    takes a tuple of x [B,M,K_i] and gives one sum.
+    An all-gather takes x [B,m,K] and returns ``(results, gathered x or None)``; a
+    reduction takes a tuple of x [B,M,K_i] and returns one sum.
     """
 
     name: str
@@ -81,9 +81,9 @@ class Op:
     kernel: Callable[..., Any]
     """``(x, ws, call, config, device)``, for Hopper."""
     xla: Implementation
-    """A collective and a product, one after the other."""
+    """A collective and a matmul, one after the other."""
     xla_ring: Implementation | None = None
-    """A step for each device."""
+    """A ring, with one step per device."""
 
     @property
     def implementations(self) -> Mapping[str, Implementation]:
@@ -155,7 +155,7 @@ def run(op: Op, x: Any, ws: Operands, call: Call) -> Any:
 def _run_portable(
     op: Op, name: str, form: Implementation, x: Any, ws: Operands, call: Call
 ) -> Any:
-    """An XLA form, which knows no config."""
+    """An XLA implementation, which takes no config."""
     no_config(op.name, call.config, repr(name))
     return form(x, ws, call)
 
@@ -204,16 +204,16 @@ def _run_kernel(op: Op, x: Any, ws: Operands, call: Call) -> Any:
 
 
 def _check_mesh(op: Op, call: Call) -> DeviceSpec:
-    """Checks that a kernel can reach its peers, as far as tracing shows.
+    """Checks that a kernel can reach its peers, as far as is known at trace time.
 
-    That the devices stand in order, and which process has them, shows only when the
-    function is lowered: `pallas_kernels.collective_matmul.device_order`.
+    The order of the devices and their processes are known only when the function is
+    lowered: see `pallas_kernels.collective_matmul.device_order`.
 
     Returns:
         The GPU.
 
     Raises:
-        Unsupported: it cannot.
+        Unsupported: the kernel cannot run there.
     """
     device = check_hopper(call.device, op.name)
     instead = "use implementation='xla'"
@@ -234,7 +234,7 @@ def _check_mesh(op: Op, call: Call) -> DeviceSpec:
 
 
 def _after(name: str, op: Op, call: Call) -> Callable[[Any, Any], Any] | None:
-    """The implementation that the caller would have next, if any."""
+    """The next implementation that the caller allows, if any."""
     names = PREFERRED if call.implementation is None else call.implementation
     if isinstance(names, str) or names[-1] == name or call.config is not None:
         return None
@@ -245,7 +245,7 @@ def _after(name: str, op: Op, call: Call) -> Callable[[Any, Any], Any] | None:
 def _batched(
     op: Op, call: Call, size: int, batched: Any, x: Any, ws: Any
 ) -> tuple[Any, Any]:
-    """`jax.vmap` of a kernel: more leading axes, or one call after the other."""
+    """`jax.vmap` of a kernel: more leading axes, or sequential calls."""
     x_batched, w_batched = (jax.tree.leaves(flags) for flags in batched)
     if any(w_batched) or not all(x_batched):
         flags = jax.tree.leaves(batched)
@@ -270,7 +270,7 @@ def _batched(
 
 # --- Gradients ------------------------------------------------------------------------
 
-# What results are called, to policies of `jax.checkpoint`.
+# Names of results, for policies of `jax.checkpoint`.
 GATHER_OUT_NAME = "all_gather_matmul_out"
 GATHERED_NAME = "all_gather_matmul_gathered"
 SCATTER_OUT_NAME = "matmul_reduce_scatter_out"
@@ -279,7 +279,7 @@ REDUCE_OUT_NAME = "matmul_all_reduce_out"
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def all_gather_matmul(x: jax.Array, ws: Arrays, call: Call) -> Arrays:
-    """Products [B,D*m,N_i] of each weight, then the gathered x if asked for."""
+    """The result [B,D*m,N_i] of each weight, then the gathered x if requested."""
     ys, gathered = run(ALL_GATHER, x, ws, call)
     return (*ys, gathered) if call.return_gathered else ys
 
@@ -363,7 +363,7 @@ def _all_reduce_backward(
         return dxs, dws
     dy = dy.astype(xs[0].dtype)
     # With tracked types the cotangent of what is equal everywhere is equal everywhere.
-    # Without, every device holds the part of it that its own use of y gave.
+    # Without, every device holds the part that its own use of y contributed.
     if not call.tracked:
         dy = xla.all_reduce(dy, call.axis_name)
     dy = as_varying(dy, varying(*xs, *ws))
@@ -404,7 +404,7 @@ def _weight_gradient(
 
 
 def _local(call: Call) -> str | None:
-    """Implementation of the local products: XLA if the caller asked for XLA alone."""
+    """Implementation of the local matmuls: XLA if the caller allows only XLA."""
     names: Sequence[str] = (
         (call.implementation,)
         if isinstance(call.implementation, str)

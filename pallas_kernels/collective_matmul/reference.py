@@ -1,7 +1,7 @@
-"""The definition of the collective matrix products, in fp32, without communication.
+"""The definition of the collective matmuls, in fp32, without communication.
 
-The operands of all devices stand in one list, in the order of the mesh axis; so do the
-results.
+The operands of all devices are in one list, in the order of the mesh axis, and so are
+the results.
 
 Axis letters: B any leading axes, m rows of a device, M rows of all, K contraction, N
 columns.

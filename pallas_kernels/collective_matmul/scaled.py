@@ -1,7 +1,7 @@
-"""Collective products of 8-bit operands with scales: the public functions.
+"""Collective fp8 matmuls with scales: the public functions.
 
-Rows travel as they are, a byte a number, half of what 16 bits take. Both functions are
-called inside `jax.shard_map`, on the arrays of one device.
+Rows are communicated in fp8, half the bytes of 16-bit types. Both functions are called
+inside `jax.shard_map`, on the arrays of one device.
 
 Axis letters: B any leading axes, m rows of a device, M rows of all devices, K
 contraction, N columns, D devices of the axis.
@@ -46,42 +46,43 @@ def scaled_all_gather_matmul(
     implementation: str | Sequence[str] | None = None,
     config: CollectiveConfig | None = None,
 ) -> Any:
-    """Multiplies the 8-bit rows of all devices by the weight of this device.
+    """All-gathers the fp8 rows of all devices and multiplies them by this device's
+    weight.
 
-    `all_gather_matmul` of what `scaled_matmul` multiplies: rows ``d m`` to ``(d+1) m``
-    of the product are those of device d. The rows travel in 8 bits; their scales, where
-    there is one a row, are gathered first. Several weights share one gather.
+    It is `all_gather_matmul` for the operands of `scaled_matmul`: rows ``d m`` to
+    ``(d+1) m`` of the result are those of device d. The rows are sent in fp8; scales
+    per row are gathered first. Several weights share one all-gather.
 
-    With ``implementation=None`` the kernel runs where a table of tuned problems says
-    that it is within 2% of XLA or faster, and on four H100s from 2,048 rows of all
+    With ``implementation=None`` the kernel runs if the table of tuned problems says
+    that it is faster than XLA or within 2%, and on four H100s from 2,048 rows of all
     devices on. Not differentiable.
 
     Args:
         a: ``[*B,m,K]`` float8_e4m3fn or float8_e5m2, the rows of this device.
         b: [N,K] of either type, the columns of this device; or a sequence of such
             weights, whose N may differ.
-        a_scale: fp32, what a one of a stands for: ``[*B,m]``, or [] for the rows of
-            all devices, on which it must be the same.
-        b_scale: fp32, of b: [N] or []; or a sequence, one for each weight.
+        a_scale: fp32 scales of a: ``[*B,m]``, or [] for the rows of all devices, equal
+            on all of them.
+        b_scale: fp32 scales of b: [N] or []; or a sequence, one for each weight.
         axis_name: mesh axis to gather over.
         return_gathered: also return the rows of all devices, which are a by-product,
             and their scales.
         out_dtype: type of y.
         implementation: "mosaic_gpu" (one Hopper kernel), "xla" (a collective, then the
-            product), a sequence of these, or None for the best.
-        config: how the kernel cuts this product, with ``tile_k=128``; None looks it up.
+            matmul), a sequence of these, or None for the best.
+        config: tiling of the kernel, with ``tile_k=128``; None looks it up.
 
     Returns:
         ``[*B,D*m,N]``; of a sequence of weights, a tuple. With `return_gathered` the
-        triple of that, the gathered a, ``[*B,D*m,K]``, and what its ones stand for,
-        ``[*B,D*m]`` or a_scale if that is [].
+        triple of that, the gathered a, ``[*B,D*m,K]``, and its scales, ``[*B,D*m]`` or
+        a_scale if that is [].
 
     Raises:
         ValueError: shapes or types disagree, or `axis_name` is no axis of an enclosing
             `jax.shard_map`.
         Unsupported: the implementation named cannot serve the arguments here.
         ExceptionGroup: none of several implementations can.
-        NotImplementedError: it is differentiated.
+        NotImplementedError: the call is differentiated.
 
     Example:
         >>> import functools, jax
@@ -138,22 +139,24 @@ def scaled_matmul_reduce_scatter(
     implementation: str | Sequence[str] | None = None,
     config: CollectiveConfig | None = None,
 ) -> Float[Array, "*B m N"]:
-    """Sums products of 8-bit operands over devices and leaves each device its rows.
+    """Multiplies fp8 operands and reduce-scatters: leaves each device its rows.
 
-    `matmul_reduce_scatter` of what `scaled_matmul` multiplies. Each device scales its
-    sums before they travel, in `out_dtype`: scales may differ between devices.
+    It is `matmul_reduce_scatter` for the operands of `scaled_matmul`. Each device
+    scales its partial sums before they are sent, in `out_dtype`: scales may differ
+    between devices.
 
-    With ``implementation=None`` the kernel runs where a table of tuned problems says
-    that it is within 2% of XLA or faster, and on four H100s from 2,048 rows of all
+    With ``implementation=None`` the kernel runs if the table of tuned problems says
+    that it is faster than XLA or within 2%, and on four H100s from 2,048 rows of all
     devices on. Not differentiable.
 
     Args:
         a: ``[*B,M,K]`` float8_e4m3fn or float8_e5m2, the features of this device.
         b: [N,K] of either type, the features of this device.
-        a_scale: fp32, what a one of a stands for: ``[*B,M]`` or [].
-        b_scale: fp32, of b: [N] or [].
+        a_scale: fp32 scales of a: ``[*B,M]`` or [].
+        b_scale: fp32 scales of b: [N] or [].
         axis_name: mesh axis to sum over, of D devices; D divides M.
-        out_dtype: type of y, and of what travels; the kernel takes bfloat16, float16.
+        out_dtype: type of y and of the partial sums sent; the kernel takes bfloat16,
+            float16.
         implementation: as in `scaled_all_gather_matmul`.
         config: as in `scaled_all_gather_matmul`.
 
@@ -164,7 +167,7 @@ def scaled_matmul_reduce_scatter(
         ValueError: as `scaled_all_gather_matmul`, or D does not divide M.
         Unsupported: the implementation named cannot serve the arguments here.
         ExceptionGroup: none of several implementations can.
-        NotImplementedError: it is differentiated.
+        NotImplementedError: the call is differentiated.
 
     Example:
         >>> import functools, jax
@@ -216,7 +219,7 @@ def _call(
 def _alike(arrays: Any, call: Call) -> Any:
     """All arrays, marked as varying over the axis and where any of them does.
 
-    Nothing may be differentiated by them.
+    Differentiation by them raises.
     """
     arrays = no_derivative(arrays, _NO_DERIVATIVE)
     if not call.tracked:
@@ -271,7 +274,7 @@ def _reduce_scatter(
     return run(SCALED_REDUCE_SCATTER, (x,), (w,), call)
 
 
-# --- What computes them ---------------------------------------------------------------
+# --- Implementations ------------------------------------------------------------------
 
 
 def _product(x: jax.Array, scale: jax.Array, w: ScaledArray, call: Call) -> jax.Array:

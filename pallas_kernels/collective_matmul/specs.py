@@ -9,10 +9,11 @@ __all__ = ["ROWS", "SPECS", "TENSOR_PARALLEL", "Spec"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A product ``[M,k] x [k,n]`` of bfloat16, in sizes of the entire layer.
+    """A bfloat16 matmul ``[M,k] x [k,n]``, in global sizes.
 
-    The first product of a block gathers rows and splits n over devices, the second
-    splits k and scatters (or reduces) rows; each device multiplies ``1/D`` of it.
+    The column-parallel matmul of a block all-gathers rows and splits n over devices,
+    the row-parallel one splits k and reduce-scatters (or all-reduces) rows; each device
+    computes ``1/D`` of it.
     """
 
     name: str
@@ -51,7 +52,7 @@ SPECS: tuple[Spec, ...] = (
 """The layers that are tested, tuned and benchmarked."""
 
 ROWS = (16, 64, 512, 1024, 2048, 4096, 8192, 16384)
-"""M, tokens of a step on all devices."""
+"""M, tokens per step on all devices."""
 
 TENSOR_PARALLEL = (2, 4)
 """D, devices of the axis."""

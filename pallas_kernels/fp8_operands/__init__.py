@@ -1,4 +1,4 @@
-"""Operands of 8-bit products: rounded by rows and transposed, with their scales."""
+"""Operands of fp8 matmuls: quantized by rows and transposed, with their scales."""
 
 from pallas_kernels.fp8_operands.api import (
     QuantizedRows,

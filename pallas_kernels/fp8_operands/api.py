@@ -1,4 +1,4 @@
-"""Operands of 8-bit products, with the scales that training takes.
+"""Operands of fp8 matmuls, with the scales that training uses.
 
 Scales are powers of two: see `power_of_two_scale`. Axis letters: M rows, K columns.
 """
@@ -55,7 +55,7 @@ def quantize_rows(
     through: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> QuantizedRows:
-    """Rounds each row to 8 bits by a scale of its own, and looks at the columns.
+    """Quantizes each row to fp8 by a scale of its own, and finds the column maxima.
 
     ``data[m, k] = x[m, k] / scale[m]``
 
@@ -71,14 +71,15 @@ def quantize_rows(
             these, or None for the best.
 
     Returns:
-        The numbers, the scale of each row, and the largest magnitude of each column.
+        The quantized values, the scale of each row, and the largest magnitude of each
+        column.
 
     Raises:
         ValueError: x is no matrix or has no floating type, or `dtype` is none of the
             two.
         Unsupported: the implementation named cannot serve the arguments here.
         ExceptionGroup: none of several implementations can.
-        NotImplementedError: it is differentiated.
+        NotImplementedError: the call is differentiated.
 
     Example:
         >>> q = quantize_rows(jnp.array([[3.0, -896.0], [1.0, 0.0]]), "float8_e4m3fn")
@@ -104,30 +105,29 @@ def transpose_rows(
     *,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "_K M"], Float[Array, " _K"]]:
-    """What `quantize_rows` made, for a product that sums over its rows.
+    """Transposes the result of `quantize_rows`, for a matmul that contracts its rows.
 
     ``y[k, m] = data[m, k] scale[m] / column_scale[k]``
 
-    A number keeps its mantissa, unless it falls below the normal numbers of the type.
-    A number that was below them already may have been rounded above `largest`: it
-    becomes the largest of the type. On Hopper GPUs a kernel reads once and writes once.
-    Not differentiable.
+    A value keeps its mantissa, unless it becomes subnormal. A value that was subnormal
+    before may have been rounded above `largest`: it saturates. On Hopper GPUs a kernel
+    reads once and writes once. Not differentiable.
 
     Args:
         data: [M,K] float8_e4m3fn or float8_e5m2.
-        scale: [M] fp32 powers of two, what a one of `data` stands for.
+        scale: [M] fp32 powers of two, the scales of `data`.
         largest: [K] fp32, at least the largest magnitude of each column.
         implementation: "mosaic_gpu" (Hopper; M and K multiples of 128), "xla", a
             sequence of these, or None for the best.
 
     Returns:
-        [K,M] of the type of `data`, and fp32 [K], what a one of it stands for.
+        [K,M] of the type of `data`, and fp32 [K], its scales.
 
     Raises:
         ValueError: types or shapes disagree.
         Unsupported: the implementation named cannot serve the arguments here.
         ExceptionGroup: none of several implementations can.
-        NotImplementedError: it is differentiated.
+        NotImplementedError: the call is differentiated.
 
     Example:
         >>> q = quantize_rows(jnp.array([[3.0, -896.0], [1.0, 0.0]]), "float8_e4m3fn")
@@ -153,7 +153,7 @@ def transpose(
     *,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "K M"]:
-    """The transpose of a matrix in 8 bits that has one scale.
+    """The transpose of an 8-bit matrix with one scale.
 
     On Hopper GPUs a kernel reads once and writes once. Not differentiable.
 
@@ -168,7 +168,7 @@ def transpose(
         ValueError: `data` is no matrix of 8 bits.
         Unsupported: the implementation named cannot serve the arguments here.
         ExceptionGroup: none of several implementations can.
-        NotImplementedError: it is differentiated.
+        NotImplementedError: the call is differentiated.
     """
     _check_matrix(data)
     check_fp8(data=data.dtype)
@@ -183,7 +183,7 @@ def quantize_and_transpose(
     through: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "M K"], Float[Array, "K M"]]:
-    """Rounds a matrix to 8 bits by one scale, in both layouts.
+    """Quantizes a matrix to fp8 by one scale, in both layouts.
 
     ``data[m, k] = transposed[k, m] = x[m, k] / scale``
 
@@ -204,7 +204,7 @@ def quantize_and_transpose(
             number, or `dtype` is none of the two.
         Unsupported: the implementation named cannot serve the arguments here.
         ExceptionGroup: none of several implementations can.
-        NotImplementedError: it is differentiated.
+        NotImplementedError: the call is differentiated.
 
     Example:
         >>> x = jnp.array([[3.0, -896.0]])

@@ -1,4 +1,4 @@
-"""The definition of operands in 8 bits, in fp32."""
+"""The definition of fp8 operands, in fp32."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,10 +45,10 @@ def requantize_transposed(
     column_scale: Float[Array, "..."],
     dtype: DTypeLike,
 ) -> Float[Array, "K M"]:
-    """``(x * scale / column_scale)^T`` in 8 bits, at most the largest number.
+    """``(x * scale / column_scale)^T`` in fp8, saturated.
 
-    Scales of columns that bear all of what rows were made of may not bear all of what
-    it was rounded to: below the normal numbers of its row, x may have doubled.
+    Column scales that fit the original values may not fit the rounded ones: a subnormal
+    value of its row may have doubled.
 
     Args:
         x: [M,K].

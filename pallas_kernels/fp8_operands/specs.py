@@ -8,18 +8,18 @@ __all__ = ["SPECS", "Fp8OperandSpec"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8OperandSpec:
-    """A named operand ``[m,k]`` that is rounded to 8 bits in both layouts."""
+    """A named operand ``[m,k]`` that is quantized to fp8 in both layouts."""
 
     name: str
     """Model, operand and rows."""
     m: int
-    """Rows: tokens of a step, or input features of a weight."""
+    """Rows: tokens per step, or input features of a weight."""
     k: int
     """Columns: features."""
     x_dtype: str = "bfloat16"
-    """Type that it comes in; weights are float32."""
+    """Type before quantization; weights are float32."""
     dtype: str = "float8_e4m3fn"
-    """Type that it gets; that of gradients is float8_e5m2."""
+    """Type after quantization; gradients are float8_e5m2."""
 
 
 SPECS: tuple[Fp8OperandSpec, ...] = (

@@ -49,24 +49,24 @@ def layer_norm(
 
     ``y = (h - mean(h)) / sqrt(var(h) + eps) * scale + bias``
 
-    The sum, the statistics and what follows are fp32; the variance is that of the
-    centered numbers, right also where the mean is large. On Hopper GPUs a kernel reads
-    x and the residual once and writes y once. Differentiable; the gradients are XLA's
-    and start from x and the residual.
+    Everything is computed in fp32; the variance is that of the centered values,
+    accurate also for a large mean. On Hopper GPUs a kernel reads x and the residual
+    once and writes y once. Differentiable; the gradients are XLA's and start from x and
+    the residual.
 
     Args:
         x: ``[*B,D]`` activations.
         scale: [D], of any floating type.
         bias: [D], of any floating type; None adds nothing.
         residual: ``[*B,D]`` of the type of x; None adds nothing.
-        x_bias: [D], of any floating type; None adds nothing. The bias of a product that
-            gave x, which would cost as much as the norm if it were added by itself.
+        x_bias: [D], of any floating type; None adds nothing. The bias of the matmul
+            that made x, which would cost as much as the norm if it were added
+            separately.
         eps: added to the variance; zero or positive.
         dtype: type of y; None is that of x.
         implementation: "mosaic_gpu" (Hopper; D a multiple of 64, at most 5120, at least
             4 rows), "xla", a sequence of these, or None for the best.
-        config: how the kernel is cut; None leaves it to a heuristic. XLA takes none and
-            refuses one.
+        config: tiling of the kernel; None uses a heuristic. XLA refuses one.
 
     Returns:
         ``[*B,D]`` of `dtype`.

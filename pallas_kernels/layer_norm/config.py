@@ -8,10 +8,10 @@ __all__ = ["LayerNormConfig"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerNormConfig:
-    """Distribution of the rows among warps."""
+    """Distribution of rows over warps."""
 
     rows: int = 4
-    """Rows that a block of four warps has in registers; a multiple of 4."""
+    """Rows that a block of four warps holds in registers; a multiple of 4."""
 
     def __post_init__(self) -> None:
         if self.rows < 4 or self.rows % 4:

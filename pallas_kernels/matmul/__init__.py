@@ -1,4 +1,4 @@
-"""Matrix product: ``y = x w`` with fp32 sums, on tensor cores; linear layers of it."""
+"""Matmul: ``y = x w`` with fp32 accumulation, on tensor cores; fused linear layers."""
 
 from pallas_kernels.matmul.activations import ACTIVATIONS, gelu
 from pallas_kernels.matmul.api import matmul

@@ -1,4 +1,4 @@
-"""Activations of products by name, for XLA and for Pallas kernels."""
+"""Activations after matmuls by name, for XLA and for Pallas kernels."""
 
 import functools
 import math
@@ -50,7 +50,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def check_activation(activation: str | None) -> None:
-    """Raises ValueError where an activation has no such name."""
+    """Raises ValueError if no activation has this name."""
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(
             f"activation {activation!r}, expected None or one of {list(ACTIVATIONS)}"
@@ -74,9 +74,9 @@ def activate(x: Float[Array, "..."], activation: str | None) -> Float[Array, "..
 def _gate(x: Array, limit: float, factors: tuple[float, ...]) -> Array:
     """``x * (1/2 + z q(z^2))`` of fp32, z being x cut to +-limit, q a polynomial.
 
-    Nothing but multiplications and additions, of which a kernel has more to spare than
-    of exponentials and divisions. Below the limit x itself is cut too, where the gate
-    is as good as closed.
+    It needs only multiplications and additions, which are cheaper in a kernel than
+    exponentials and divisions. Below the limit x itself is clipped too, where the gate
+    is practically closed.
     """
     x = jnp.maximum(x, -limit)
     z = jnp.minimum(x, limit)

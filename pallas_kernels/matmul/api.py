@@ -1,4 +1,4 @@
-"""The public matrix product.
+"""The public matmul.
 
 Axis letters: B any leading axes, M rows, K contraction, N columns.
 """
@@ -40,7 +40,7 @@ def matmul(
     implementation: str | Sequence[str] | None = None,
     config: MatmulConfig | None = None,
 ) -> Float[Array, "*B M N"]:
-    """Multiplies activations by a weight, with fp32 sums.
+    """Multiplies activations by a weight, with fp32 accumulation.
 
     ``y[..., m, n] = sum_k x[..., m, k] w[k, n]``
 
@@ -48,12 +48,12 @@ def matmul(
     read transposed where they are stored: ``dx = dy w^T`` and ``dw = x^T dy``. The
     gradient of the output is rounded to the type of the operands first.
 
-    With ``implementation=None`` the Hopper kernel runs on Hopper GPUs where it is
-    expected not to lose: where it is within 2% of XLA in the table of tuned problems
-    or faster, and for problems that are not in the table if M is a multiple of 8 and
-    whole output tiles keep 83% of the GPU busy. XLA runs elsewhere. The compiler does
-    not partition the kernel: on several devices it runs inside `jax.shard_map`, and
-    where the types of Explicit mesh axes say that rows or columns are split.
+    With ``implementation=None`` the Hopper kernel runs on Hopper GPUs if it is expected
+    to be at least as fast as XLA (GEMMs of cuBLAS): if it is faster or within 2% in the
+    table of tuned problems, and for other problems if M is a multiple of 8 and whole
+    output tiles keep 83% of the GPU busy. XLA runs elsewhere. The compiler does not
+    partition the kernel: on several devices it runs inside `jax.shard_map`, and where
+    the types of Explicit mesh axes say that rows or columns are split.
 
     Args:
         x: ``[*B,M,K]`` activations; leading axes are merged with M.
@@ -62,9 +62,9 @@ def matmul(
         out_dtype: type of y; that of x by default.
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, K and N multiples of
             64), "xla", a sequence of these, or None for the best.
-        config: how the kernel cuts this product (gradients look theirs up); None looks
-            it up in `pallas_kernels.tuned_configs`. With one, or inside `override` of
-            that module, the kernel is tried first. XLA refuses one given here.
+        config: tiling of the kernel (gradients look theirs up); None looks it up in
+            `pallas_kernels.tuned_configs`. With one, or inside `override` of that
+            module, the kernel is tried first. XLA refuses one given here.
 
     Returns:
         ``[*B,M,N]`` of `out_dtype`.

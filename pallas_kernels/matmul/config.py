@@ -1,4 +1,4 @@
-"""Layout and tiling of a matrix product: the problem, the config, and its choice.
+"""Layout and tiling of a matmul: the problem, the config, and its choice.
 
 Axis letters: M rows, K contraction, N columns.
 """
@@ -25,12 +25,12 @@ from pallas_kernels.mosaic import DeviceSpec
 __all__ = ["DenseProblem", "MatmulConfig", "Problem", "candidates", "heuristic"]
 
 CONSUMERS = 2
-"""Warpgroups that multiply; one more streams their operands."""
+"""Consumer warpgroups, which multiply; one more, the producer, loads their operands."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulConfig:
-    """Tiling of a matrix product in the kernel."""
+    """Tiling of a matmul in the kernel."""
 
     tile_m: int = 128
     """Rows of an output tile; a multiple of 64."""
@@ -41,17 +41,17 @@ class MatmulConfig:
     stages: int = 4
     """Stages of the ring between producer and consumers."""
     split: Literal["m", "n"] = "m"
-    """Dimension along which the two consumers share an output tile."""
+    """Dimension along which the two consumers split an output tile."""
     cluster: Literal["none", "m", "n"] = "none"
-    """Two neighboring blocks along this dimension load the operand that they share
-    once and multicast it within their cluster (inside one GPU)."""
+    """Two neighboring blocks along this dimension form a cluster: they load their
+    common operand once and multicast it (inside one GPU)."""
     minor: Literal["m", "n"] = "m"
     """Dimension cut into bands by the order of the tiles, see `snake_order`."""
     group: int = 8
     """Tiles (pairs, in a cluster) across one band."""
     store_slots: int = 2
-    """Buffers through which a consumer stores its part of the output, 128 bytes wide
-    each."""
+    """Buffers through which a consumer stores its part of the output, 128 bytes
+    wide."""
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n", "tile_k", "stages", "group", "store_slots"):
@@ -98,7 +98,7 @@ class MatmulConfig:
 
     @property
     def product_columns(self) -> list[slice]:
-        """Columns of a consumer's part, cut for instructions that take at most 256."""
+        """Columns of a consumer's part, split for instructions of at most 256."""
         columns = self.block[1]
         parts = -(-columns // 256)
         width = -(-columns // (64 * parts)) * 64
@@ -112,21 +112,21 @@ class MatmulConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One matrix product ``[M,K] x [K,N] -> [M,N]`` and how its operands are stored."""
+    """One matmul ``[M,K] x [K,N] -> [M,N]`` and how its operands are stored."""
 
     m: int
     """Rows of the output; any number."""
     n: int
     """Columns of the output."""
     k: int
-    """Length of the sums."""
+    """Contracted dimension."""
     dtype: jnp.dtype
-    """Type of both operands: bfloat16 or float16; of the left one, if there is
-    `rhs_dtype`."""
+    """Type of both operands, bfloat16 or float16; of the left one only, if `rhs_dtype`
+    is given."""
     out_dtype: jnp.dtype
     """Type of the output: that of the operands or float32."""
     rhs_dtype: jnp.dtype | None = None
-    """Type of the right operand, where it is another one: of 8 bits, as the left."""
+    """Type of the right operand, if it differs: 8 bits, like the left."""
     lhs_transposed: bool = False
     """The left operand is stored as [K,M]."""
     rhs_transposed: bool = False
@@ -172,11 +172,11 @@ class Problem:
         return " ".join(parts)
 
     def cut(self, device: DeviceSpec) -> MatmulConfig:
-        """The config where nothing was tuned."""
+        """The config of an untuned problem."""
         return heuristic(self, device)
 
     def declines(self, device: DeviceSpec) -> str | None:
-        """Say why XLA is expected to be faster where nothing was measured, or None."""
+        """Say why XLA is expected to be faster if nothing was measured, or None."""
         if 0 in (self.m, self.n, self.k):
             return "the product is empty"
         if self.m % 8:
@@ -195,7 +195,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseProblem:
-    """Linear layers of one input, which one kernel computes."""
+    """Linear layers of the same input, computed by one kernel."""
 
     m: int
     """Rows of the input."""
@@ -204,12 +204,12 @@ class DenseProblem:
 
     @property
     def key(self) -> str:
-        """Key in the tables of tuned configs, which have none of it so far."""
+        """Key in the tables of tuned configs, which have no such entries so far."""
         return f"m={self.m} n={'+'.join(map(str, self.n))}"
 
     def declines(self, device: DeviceSpec) -> str | None:
-        """Say why XLA is expected to be faster where nothing was measured, or None."""
-        # XLA starts a kernel or two for each layer, each of 3 us or more. So one kernel
+        """Say why XLA is expected to be faster if nothing was measured, or None."""
+        # XLA launches a kernel or two per layer, each of 3 us or more. So one kernel
         # for all may leave much of the GPU idle, but not the rows of its tiles.
         if 4 * (self.m // 128) * (sum(self.n) // 64) < device.num_sms:
             return (
@@ -220,7 +220,7 @@ class DenseProblem:
 
 
 # Tiles worth considering, the largest first. A consumer's fp32 sums fill the registers
-# at 128 x 320; smaller tiles need more traffic for each product but leave fewer
+# at 128 x 320; smaller tiles need more traffic per multiplication but leave fewer
 # multiprocessors idle when the output is small.
 _TILES = (
     MatmulConfig(tile_m=128, tile_n=320, stages=3, store_slots=3),
@@ -233,7 +233,8 @@ _TILES = (
 )
 
 _SECOND_PRODUCT = 1.05
-"""Time where a stage takes two products, and the ring is short (H200, measured)."""
+"""Relative time if a stage takes two matmuls, and the ring is short (H200,
+measured)."""
 
 
 def _counts(problem: Problem, config: MatmulConfig) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The public linear layers: products, bias and activation of one input.
+"""The public linear layers: matmuls, bias and activation of one input.
 
 Axis letters: B any leading axes, M rows, K contraction, N columns.
 """
@@ -34,7 +34,7 @@ from pallas_kernels.partition import by_shards, check_local
 __all__ = ["OUT_NAME", "dense"]
 
 OUT_NAME = "dense_out"
-"""The sums before the activation, to policies of `jax.checkpoint`."""
+"""The name of the pre-activations, for policies of `jax.checkpoint`."""
 
 
 def dense(
@@ -45,15 +45,15 @@ def dense(
     activation: str | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "*B M _N"], ...]:
-    """Linear layers of one input, with bias and activation.
+    """Linear layers of the same input, with fused bias and activation.
 
     ``y_i = activation(x @ w_i + bias_i)``
 
     On Hopper GPUs one kernel computes all of them, unless they are so small that it
     would leave more than three quarters of the GPU idle: it reads x once, and computes
     the activation of one tile while the tensor cores multiply the next. Elsewhere XLA
-    multiplies, one product for each weight, and fuses what follows. Differentiable; the
-    gradient of an activation starts from its input, which is then stored as well.
+    runs one matmul per weight, and fuses what follows. Differentiable; the gradient of
+    an activation starts from its input, which is then stored as well.
 
     Args:
         x: ``[*B,M,K]`` activations; leading axes are merged with M.
@@ -141,8 +141,8 @@ def _xla(
     *,
     wide: bool,
 ) -> tuple[Array, ...]:
-    # XLA would make one product of several, and then copy each part out of it to add
-    # its bias. It does not where the inputs look different.
+    # XLA would merge the matmuls, and then copy each part out of the result to add its
+    # bias. It does not where the inputs look different.
     inputs = [x] if len(ws) == 1 else jax.lax.optimization_barrier([x] * len(ws))
     layers = zip(inputs, ws, biases, strict=True)
     # On a CPU sums may stay in the type asked for, as in `pallas_kernels.matmul.xla`.

@@ -1,4 +1,4 @@
-"""The definition of the matrix product, in fp32."""
+"""The definition of the matmul, in fp32."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Matrix products of real models: one list for tests, tuner and benchmarks."""
+"""Matmuls of real models: one list for tests, tuner and benchmarks."""
 
 import dataclasses
 
@@ -8,19 +8,19 @@ __all__ = ["SPECS", "MatmulSpec"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulSpec:
-    """A named product ``[m,k] x [k,n]`` of bfloat16."""
+    """A named bfloat16 matmul ``[m,k] x [k,n]``."""
 
     name: str
     """Model, layer and rows."""
     m: int
-    """Rows: tokens of a step."""
+    """Rows: tokens per step."""
     n: int
     """Columns: output features."""
     k: int
-    """Length of the sums: input features."""
+    """Contracted dimension: input features."""
 
 
-# Output and input features of the products of one layer.
+# Output and input features of the matmuls of one layer.
 _LAYERS = {
     "llama3_8b_qkv": (6144, 4096),
     "llama3_8b_out": (4096, 4096),

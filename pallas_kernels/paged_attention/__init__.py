@@ -1,4 +1,4 @@
-"""Attention of a decoding step over a paged cache of keys and values."""
+"""Paged attention: attention of a decode step over a paged KV cache."""
 
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.paged_attention.config import PagedAttentionConfig

@@ -1,7 +1,7 @@
 """The public paged attention.
 
-Axes: B rows, R new tokens of a row, N query heads, K key/value heads, H head dim, L
-layers, P pages, G tokens of a page, W pages of a row's table.
+Axes: B sequences, R new tokens per sequence, N query heads, K key/value heads, H head
+    dim, L layers, P pages, G tokens per page, W width of the page table.
 """
 
 import math
@@ -43,58 +43,60 @@ def paged_attention(
     implementation: str | Sequence[str] | None = None,
     config: PagedAttentionConfig | None = None,
 ) -> tuple[Float[Array, "B R N H"], Float[Array, "L P 2 K G H"]]:
-    """A decoding step: appends new keys and values to a paged cache, and attends to it.
+    """A decode step: appends new keys and values to a paged KV cache, and attends to
+    it.
 
-    Token ``t`` of row ``b`` lies in page ``table[b, t // G]``, in its row ``t % G``.
-    The new tokens take the positions ``lengths[b] + r``; the query of each sees the
-    tokens ``j`` of its row up to itself, ``d = lengths[b] + r - j >= 0`` of them less
-    than `window`, as they are stored::
+    Token ``t`` of sequence ``b`` is stored in page ``table[b, t // G]`` at offset ``t %
+    G``. The new tokens take the positions ``lengths[b] + r``; the query of each attends
+    to the tokens ``j`` of its sequence up to itself with ``0 <= d < window`` for ``d =
+    lengths[b] + r - j``, as they are stored::
 
         s[r, j] = cap(scale * q[b, r] . k[j])
         out[b, r] = sum_j softmax_j(s[r, j]) * v[j]
 
     where ``cap(x) = softcap * tanh(x / softcap)``. Scores and sums are fp32. Under
-    `jax.jit` the pages are changed in place where they are donated or carried by a
-    loop: nothing of their size is copied. A row's result depends on its own tokens
-    alone, with the Hopper kernel bit for bit: not on other rows, on how many there
-    are, on which pages it has, or on what other pages hold, NaN too. Not
-    differentiable; not for `jax.vmap` but in its implementation "xla".
+    `jax.jit` the pages are updated in place if they are donated or carried by a loop:
+    nothing of their size is copied. The result of a sequence depends on its own tokens
+    only, with the Hopper kernel bitwise: not on the other sequences, their number, the
+    choice of pages, or the contents of other pages, NaN included. Not differentiable;
+    `jax.vmap` works with the implementation "xla" only.
 
     Args:
-        q: [B, R, N, H], queries of the new tokens; R is 1 and the number of drafts.
+        q: [B, R, N, H], queries of the new tokens; R is 1 plus the number of draft
+            tokens.
         kv: [B, R, 2, K, H], their keys and values. K divides N: query head n reads
             key/value head ``n // (N / K)``.
         pages: [L, P, 2, K, G, H], keys and values of all layers: fp32, bf16, fp16, or
             float8_e4m3fn with `kv_scales`.
         layer: which layer; may be traced.
-        table: [B, W], pages of each row. Entries past those that its tokens need (or
-            before those that its window needs) may be anything. A page may be in
-            several tables where no new token goes.
-        lengths: [B], tokens of each row in the cache before the step, in [0, W * G].
-        kv_scales: [L, P, 2, K], fp32, of pages in fp8: a number ``x`` is stored as
-            ``x / scale``, rounded and clipped to the largest finite one. The scales are
-            the caller's: those of a page must be the same from its first token to its
-            last, as where each layer and head has a calibrated one.
-        window: how many tokens a query sees, itself included; None is no limit.
+        table: [B, W], page table of each sequence. Entries past those that its tokens
+            need (or before those that its window needs) may be anything. Sequences may
+            share a page that no new token goes to.
+        lengths: [B], tokens of each sequence in the cache before the step, in [0, W *
+            G].
+        kv_scales: [L, P, 2, K], fp32, of fp8 pages: a value ``x`` is stored as ``x /
+            scale``, rounded and saturated. The caller chooses the scales: those of a
+            page must stay the same from its first token to its last, as with calibrated
+            scales per layer and head.
+        window: how many tokens a query attends to, itself included; None is no limit.
         softcap: bound on the magnitude of scores; None is no bound.
         scale: factor of ``q . k``; None is ``1 / sqrt(H)``.
-        num_new: [B], how many of the R new tokens are real, in [0, R]; None is all. Of
-            the others nothing is written, and their output is zero. Where it is 0 the
-            row is dead.
+        num_new: [B], how many of the R new tokens are real, in [0, R]; None is all. The
+            others are not written, and their output is zero. 0 marks an unused batch
+            slot.
         implementation: "mosaic_gpu" (a kernel for Hopper GPUs: q and kv both bf16 or
             both fp16; head dims 64, 128 and 256; pages of 8 to 256 tokens of the same
             type, or in fp8 of 64 to 256 with head dims 128 and 256; at most 64 queries
-            of a key/value head; it takes fp32 memory for the sums of every 512 tokens
-            that the tables have room for), "xla", a sequence of these, or None for the
-            best that supports the arguments on this device.
-        config: how the kernel is cut; None leaves it to a heuristic. XLA takes none and
-            refuses one.
+            per key/value head; it takes fp32 memory for the partial sums of every 512
+            tokens that the tables have room for), "xla", a sequence of these, or None
+            for the best that supports the arguments on this device.
+        config: tiling of the kernel; None uses a heuristic. XLA refuses one.
 
     Returns:
         ``(out, pages)``: [B, R, N, H] in the type of q, and the pages with the new
-        tokens in them. A token that would pass the row's table is neither stored nor
-        seen. One whose page is not in [0, P) is not stored, and what its row gets may
-        be anything.
+        tokens in them. A token beyond the end of its page table is neither stored nor
+        attended to. One whose page is not in [0, P) is not stored, and the output of
+        its sequence is undefined.
 
     Raises:
         TypeError: types do not fit, an option is traced, or the op is differentiated.
@@ -104,7 +106,7 @@ def paged_attention(
         ExceptionGroup: none of several implementations can.
 
     Example:
-        Two rows of 2 and 0 tokens, pages of 4 tokens:
+        Two sequences of 2 and 0 tokens, pages of 4 tokens:
 
         >>> import jax, numpy as np
         >>> keys = jax.random.split(jax.random.key(0), 3)
@@ -119,10 +121,10 @@ def paged_attention(
         True
 
     References:
-        Paged attention: vLLM, arXiv 2309.06180. Splits of a sequence that are added by
-        their log-sum-exp: Flash-Decoding; here splits have a fixed size, so that the
-        result does not depend on the batch. Scales are static as in vLLM, which has one
-        a tensor.
+        Paged attention: vLLM, arXiv 2309.06180. Splits of a sequence combined by their
+        log-sum-exp: Flash-Decoding; here splits have a fixed size, so that the result
+        does not depend on the batch. Scales are static as in vLLM, which has one per
+        tensor.
     """
     q, kv, pages = (jnp.asarray(a) for a in (q, kv, pages))
     _check_arrays(q, kv, pages, kv_scales)
@@ -160,8 +162,8 @@ def paged_attention(
 
 
 _DIMS = ("BRnH", "BRTnH", "LPTnGH", "", "BW", "B", "B", "LPTn")
-"""A letter for each dimension of `Inputs`. Heads are independent; rows are not, since
-they write to the same pages."""
+"""A letter for each dimension of `Inputs`. Heads are independent; sequences are not,
+since they write to the same page pool."""
 
 
 _NO_DERIVATIVE = (
@@ -239,7 +241,7 @@ def _check_arrays(q: Array, kv: Array, pages: Array, kv_scales: Any) -> None:
 def _integers(
     name: str, value: Any, shape: tuple[int | None, ...], most: int | None
 ) -> Array:
-    """An int32 array; its numbers are checked where they are known."""
+    """An int32 array; its values are checked if they are not traced."""
     dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     if not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers, got {dtype}")

@@ -6,24 +6,24 @@ import dataclasses
 __all__ = ["BLOCK", "PagedAttentionConfig"]
 
 BLOCK = 64
-"""Keys of a step. With 128 fewer steps are on their way, and nothing is gained."""
+"""Keys per step. With 128, fewer steps are in flight, and nothing is gained."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedAttentionConfig:
-    """Tiling of the work, and its distribution among warpgroups."""
+    """Tiling of the work, and its distribution over warpgroups."""
 
     split: int = 512
-    """Tokens of a split, a multiple of 64. Splits of a row run side by side and are
-    added in their order. They start at multiples of this number, so that what a row
-    gets depends neither on the other rows nor on how many there are; the last has up to
-    half as many more or less."""
+    """Tokens per split, a multiple of 64. Splits of a sequence run in parallel and are
+    combined in order. They start at multiples of this number, so that the result of a
+    sequence depends neither on the other sequences nor on their number; the last split
+    is up to half a split longer or shorter."""
     teams: int | None = None
-    """Pairs of a warpgroup that copies and one that computes, in a block: each takes
-    splits of its own. None takes 2, and 1 with head dim 256."""
+    """Pairs of a copying and a computing warpgroup per block; each pair takes splits of
+    its own. None is 2, and 1 with head dim 256."""
     slots: int | None = None
-    """Tiles of 64 keys or values that fit in the shared memory of a team; None takes
-    as many as fit, up to 8."""
+    """Tiles of 64 keys or values in the shared memory of a team; None is as many as
+    fit, up to 8."""
 
     def __post_init__(self) -> None:
         if self.split < BLOCK or self.split % BLOCK:

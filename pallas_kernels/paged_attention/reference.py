@@ -1,4 +1,4 @@
-"""The definition of paged attention, in fp32, a token at a time."""
+"""The definition of paged attention, in fp32, token by token."""
 
 import jax.numpy as jnp
 import numpy as np

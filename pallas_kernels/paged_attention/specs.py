@@ -1,4 +1,4 @@
-"""Decoding steps of real models: one list for tests and benchmarks."""
+"""Decode steps of real models: one list for tests and benchmarks."""
 
 import dataclasses
 
@@ -8,14 +8,14 @@ __all__ = ["SPECS", "PagedSpec"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedSpec:
-    """A named decoding step: `batch` rows with `context` tokens each in the cache."""
+    """A named decode step: `batch` sequences with `context` cached tokens each."""
 
     name: str
     """Model, batch and context."""
     batch: int
-    """B, rows."""
+    """B, sequences."""
     context: int
-    """Tokens of each row in the cache before the step."""
+    """Tokens of each sequence in the cache before the step."""
     num_heads: int
     """N."""
     num_kv_heads: int
@@ -23,22 +23,22 @@ class PagedSpec:
     head_dim: int
     """H."""
     queries: int = 1
-    """R, new tokens of a row: 1 and the drafts."""
+    """R, new tokens per sequence: 1 plus the draft tokens."""
     page: int = 64
-    """G, tokens of a page."""
+    """G, tokens per page."""
     dtype: str = "bfloat16"
     """Type of the pages; with float8_e4m3fn the queries are bfloat16."""
     window: int | None = None
-    """Tokens that a query sees."""
+    """Tokens that a query attends to."""
 
     @property
     def width(self) -> int:
-        """W: pages of a row, with room for the new tokens."""
+        """W: pages per sequence, with room for the new tokens."""
         return -(-(self.context + self.queries) // self.page)
 
     @property
     def visible(self) -> int:
-        """Tokens of the cache that a row reads."""
+        """Tokens of the cache that a sequence reads."""
         if self.window is None:
             return self.context
         return min(self.context, self.window - 1)
@@ -58,7 +58,7 @@ _MODELS: dict[str, tuple[int, int, int]] = {
     "gpt2": (12, 12, 64),
     "gptj_6b": (16, 16, 256),
 }
-"""Query heads, key/value heads and head dim, of one device where it says so."""
+"""Query heads, key/value heads and head dim; of one device if the name says so."""
 
 
 def _spec(model: str, batch: int, context: int, kind: str = "", **more) -> PagedSpec:  # noqa: ANN003

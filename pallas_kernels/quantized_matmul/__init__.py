@@ -1,4 +1,4 @@
-"""Product with a weight of 8-bit numbers, which is read a byte a number."""
+"""Matmul with an 8-bit weight, which is read in one byte per value."""
 
 from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.quantized_matmul.config import QuantizedMatmulConfig

@@ -1,4 +1,4 @@
-"""The public product with a quantized weight.
+"""The public matmul with a quantized weight.
 
 Axis letters: B any leading axes, M tokens, K input features, N output features.
 """
@@ -50,23 +50,23 @@ def quantized_matmul(
     implementation: str | Sequence[str] | None = None,
     config: QuantizedMatmulConfig | None = None,
 ) -> Float[Array, "*B M N"]:
-    """Multiplies activations by a weight of 8-bit numbers, with fp32 sums.
+    """Multiplies activations by an 8-bit weight, with fp32 accumulation.
 
     ``y[..., m, n] = scale[n] sum_k x[..., m, k] w[n, k]``
 
-    On Hopper GPUs a kernel reads the weight a byte a number and widens it in registers,
-    whatever the number of tokens: XLA may write a whole copy of it in the type of x.
-    The sums are fp32 and are scaled before they are rounded. Not differentiable.
+    On Hopper GPUs a kernel reads the weight in one byte per value and converts it in
+    registers, for any number of tokens: XLA may write a whole copy of it in the type of
+    x. The sums are fp32 and are scaled before they are rounded. Not differentiable.
 
     Args:
         x: ``[*B,M,K]`` activations; leading axes are merged with M.
         w: [N,K] int8 or float8_e4m3fn, without NaN: an output feature is a row.
-        scale: [N] fp32, what a one of the weight stands for.
+        scale: [N] fp32, the scale of each output feature.
         out_dtype: type of y; that of x by default.
         implementation: "mosaic_gpu" (Hopper; bfloat16 x, K a multiple of 64, N of 8),
             "xla", a sequence of these, or None for the first that can.
-        config: how the kernel cuts this product; None looks it up:
-            `pallas_kernels.tuned_configs`. XLA takes none and refuses one given here.
+        config: tiling of the kernel; None looks it up in
+            `pallas_kernels.tuned_configs`. XLA refuses one given here.
 
     Returns:
         ``[*B,M,N]`` of `out_dtype`.
@@ -75,7 +75,7 @@ def quantized_matmul(
         ValueError: shapes or types disagree, or the config is another op's.
         Unsupported: the implementation named cannot serve the arguments here.
         ExceptionGroup: none of several implementations can.
-        NotImplementedError: it is differentiated.
+        NotImplementedError: the call is differentiated.
 
     Example:
         >>> x, w = jnp.array([[1.0, 2.0]]), jnp.array([[3, 0], [1, -1]], jnp.int8)

@@ -1,4 +1,4 @@
-"""Tiling of a product with a quantized weight: the problem, the config, its choice.
+"""Tiling of a matmul with a quantized weight: the problem, the config, its choice.
 
 Axis letters: M tokens, K input features, N output features.
 """
@@ -15,33 +15,32 @@ from pallas_kernels.mosaic import DeviceSpec, smem_bytes
 __all__ = ["ROWS", "Problem", "QuantizedMatmulConfig", "candidates", "heuristic"]
 
 ROWS = 64
-"""Output features of a warpgroup: the rows of one tensor-core instruction."""
+"""Output features per warpgroup: the rows of one tensor-core instruction."""
 
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (40, 152), 4: (48, 104)}
-"""Of a thread that copies and of one that multiplies, by the number of warpgroups that
-multiply. A block is launched with as many for each thread as fit; with more asked for
-than that makes together, a warpgroup would wait for them forever."""
+"""Registers of a copying and of a multiplying thread, by the number of multiplying
+warpgroups. A block is launched with as many registers per thread as fit; if the
+warpgroups together asked for more, one would wait for them forever."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedMatmulConfig:
-    """Tiling of a product with a quantized weight in the kernel."""
+    """Tiling of a matmul with a quantized weight in the kernel."""
 
     tile_tokens: int = 8
     """Tokens of an output tile: 8, 16, 32, 64, 128 or 256."""
     warpgroups: int = 4
-    """Warpgroups that multiply, 1 to 4, each by 64 output features of a tile."""
+    """Consumer warpgroups, 1 to 4, each for 64 output features of a tile."""
     depth: int = 1
-    """Of these, as many share 64 output features, and each has input features of its
-    own in every stage. So a stage has a longer piece of each row of the weight, which
-    memory gives faster, and fewer rows."""
+    """Number of these that share 64 output features, each with its own input features
+    in every stage. A stage then has longer pieces of fewer rows of the weight, which
+    memory delivers faster."""
     tile_k: int = 128
-    """Input features that a warpgroup has in one stage of the ring: 64 or a multiple of
-    128."""
+    """Input features of a warpgroup per stage of the ring: 64 or a multiple of 128."""
     stages: int | None = None
     """Stages of the ring; None is as many as fit in shared memory."""
     splits: int = 1
-    """Parts of the sums, which other blocks compute; they are added in their order."""
+    """Split-K: parts of the contraction in separate blocks, added in order."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -87,7 +86,7 @@ class QuantizedMatmulConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A product ``[M,K] x [N,K]^T -> [M,N]`` and the types of its operands."""
+    """A matmul ``[M,K] x [N,K]^T -> [M,N]`` and the types of its operands."""
 
     m: int
     """Tokens."""
@@ -134,9 +133,10 @@ class Problem:
 def heuristic(problem: Problem, device: DeviceSpec) -> QuantizedMatmulConfig:
     """The config of a problem that was never tuned.
 
-    The fewer tokens, the more warpgroups convert weights. Those of few tokens share
-    features: activations, which each tile of features reads again, are small. Sums are
-    split where tiles leave multiprocessors idle; parts are written and read once more.
+    The fewer tokens, the more warpgroups convert weights. With few tokens they share
+    features: activations, which each tile of features reads again, are small. The
+    contraction is split (split-K) if tiles leave multiprocessors idle; partial sums are
+    written and read once more.
 
     Example:
         >>> from pallas_kernels.mosaic import H200
@@ -156,7 +156,7 @@ def heuristic(problem: Problem, device: DeviceSpec) -> QuantizedMatmulConfig:
     tiles = -(-problem.n // config.tile_n) * -(-problem.m // tokens)
 
     def cost(splits: int) -> float:
-        """Bytes that the busiest multiprocessor moves; a tile costs some of a stage."""
+        """Bytes that the busiest multiprocessor moves, with some overhead per tile."""
         waves = -(-tiles * splits // device.num_sms)
         stages = waves * (-(-steps // splits) + (1 if config.depth == 1 else 0.25))
         read = stages * problem.stage_bytes(config)
@@ -174,7 +174,7 @@ def candidates(
     best = heuristic(problem, device)
     found = [best]
     tiles = -(-problem.n // best.tile_n) * -(-problem.m // best.tile_tokens)
-    # Those of which so many waves have just no block more.
+    # Splits that fill whole waves.
     full = (max(1, waves * device.num_sms // tiles) for waves in range(1, 7))
     for options in (
         *({"splits": n} for n in (1, 2, 4, 6, 8, 12, 16, *full)),

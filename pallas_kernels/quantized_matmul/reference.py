@@ -1,4 +1,4 @@
-"""The definition of the product with a quantized weight, in fp32."""
+"""The definition of the matmul with a quantized weight, in fp32."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Products with quantized weights of real models: one list for tests and benchmarks."""
+"""Matmuls with quantized weights of real models: one list for tests and benchmarks."""
 
 import dataclasses
 
@@ -8,12 +8,12 @@ __all__ = ["SPECS", "QuantizedMatmulSpec"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedMatmulSpec:
-    """A named product ``[m,k] x [n,k]^T`` of bfloat16 and an 8-bit weight."""
+    """A named matmul ``[m,k] x [n,k]^T`` of bfloat16 and an 8-bit weight."""
 
     name: str
     """Model, layer, type of the weight and tokens."""
     m: int
-    """Tokens of a step."""
+    """Tokens per step."""
     n: int
     """Output features."""
     k: int

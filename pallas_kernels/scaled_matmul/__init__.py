@@ -1,4 +1,4 @@
-"""Matrix product of 8-bit floating-point operands with scales, and their rounding."""
+"""fp8 matmul with scales, and quantization to fp8."""
 
 from pallas_kernels.scaled_matmul.api import scaled_matmul
 from pallas_kernels.scaled_matmul.config import ScaledMatmulConfig

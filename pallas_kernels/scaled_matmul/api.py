@@ -1,4 +1,4 @@
-"""The public product of scaled 8-bit floating-point operands.
+"""The public matmul of scaled fp8 operands.
 
 Axis letters: B any leading axes, M rows, K contraction, N columns.
 """
@@ -50,32 +50,32 @@ def scaled_matmul(
     implementation: str | Sequence[str] | None = None,
     config: ScaledMatmulConfig | None = None,
 ) -> Float[Array, "*B M N"]:
-    """Multiplies 8-bit floating-point operands, with fp32 sums that are scaled.
+    """Multiplies scaled fp8 operands, with fp32 accumulation.
 
     ``y[..., m, n] = a_scale[m] b_scale[n] sum_k a[..., m, k] b[n, k]``
 
-    Both operands are stored with K last: the tensor cores of Hopper transpose numbers
-    of 16 bits only. The two types may differ, as E4M3 activations and E5M2 gradients
-    do. Not differentiable.
+    Both operands are stored with K last: Hopper's tensor cores transpose 16-bit
+    operands only. The two types may differ, as E4M3 activations and E5M2 gradients do.
+    Not differentiable.
 
-    The tensor cores of Hopper keep some 14 bits of sums of 8-bit products. The kernel
-    lets them add 128 and adds what they give in fp32 registers; XLA asks cuBLASLt for
-    the like. With ``implementation=None`` the kernel runs on Hopper GPUs where it is
-    expected not to lose, as `pallas_kernels.matmul.matmul` does: by the table of tuned
-    problems, else if M is a multiple of 8 and whole output tiles keep 83% of the GPU
-    busy. XLA runs elsewhere. The compiler does not partition the kernel: on several
-    devices it runs inside `jax.shard_map`, and where the types of Explicit mesh
-    axes say that rows or columns are split.
+    Hopper's tensor cores accumulate 8-bit products in about 14 bits. The kernel
+    therefore promotes their sums to fp32 registers every 128 products; XLA asks
+    cuBLASLt for the same. With ``implementation=None`` the kernel runs on Hopper GPUs
+    if it is expected to be at least as fast as XLA, as `pallas_kernels.matmul.matmul`
+    does: by the table of tuned problems, else if M is a multiple of 8 and whole output
+    tiles keep 83% of the GPU busy. XLA runs elsewhere. The compiler does not partition
+    the kernel: on several devices it runs inside `jax.shard_map`, and where the types
+    of Explicit mesh axes say that rows or columns are split.
 
     Args:
         a: ``[*B,M,K]`` float8_e4m3fn or float8_e5m2; leading axes are merged with M.
-        b: [N,K] of either type: a column of the product is a row.
-        a_scale: fp32, what a one of a stands for: ``[*B,M]``, or [] for all of it.
-        b_scale: fp32, of b: [N], or [] for all of it.
+        b: [N,K] of either type; each row gives a column of the result.
+        a_scale: fp32 scales of a: ``[*B,M]``, or [] for one of all.
+        b_scale: fp32 scales of b: [N], or [] for one of all.
         out_dtype: type of y.
         implementation: "mosaic_gpu" (Hopper; K a multiple of 128, N of 64), "xla", a
             sequence of these, or None for the best.
-        config: how the kernel cuts this product; None looks it up:
+        config: tiling of the kernel; None looks it up in
             `pallas_kernels.tuned_configs`. With one, or inside `override` of that
             module, the kernel is tried first. XLA refuses one given here.
 
@@ -86,7 +86,7 @@ def scaled_matmul(
         ValueError: shapes or types disagree, or the config is another op's.
         Unsupported: the implementation named cannot serve the arguments here.
         ExceptionGroup: none of several implementations can.
-        NotImplementedError: it is differentiated.
+        NotImplementedError: the call is differentiated.
 
     Example:
         >>> from pallas_kernels.scaled_matmul import quantize_fp8
@@ -98,7 +98,7 @@ def scaled_matmul(
 
     References:
         DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3.2, which promotes
-        sums in the same intervals and has a scale for each block of 128 numbers.
+        sums in the same intervals and has a scale per block of 128 values.
     """
     check_operands(a, b, a_scale, b_scale)
     check_floating(out_dtype=out_dtype)
@@ -130,7 +130,7 @@ def scaled_matmul(
 
 
 def check_operands(a: Array, b: Array, a_scale: Array, b_scale: Array) -> None:
-    """Refuses what is no pair of operands with their scales: see `scaled_matmul`.
+    """Checks a pair of operands and their scales, see `scaled_matmul`.
 
     Raises:
         ValueError: shapes or types disagree.

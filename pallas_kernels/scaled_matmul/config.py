@@ -1,4 +1,4 @@
-"""Tiling of a product of 8-bit operands: the problem, the config, and its choice.
+"""Tiling of an fp8 matmul: the problem, the config, and its choice.
 
 Axis letters: M rows, K contraction, N columns.
 """
@@ -21,22 +21,22 @@ __all__ = [
 ]
 
 DEPTH = 128
-"""Products that the tensor cores add before the sum goes to fp32 registers: one line of
-shared memory, and a stage of the ring."""
+"""Products that the tensor cores accumulate before the sum is promoted to fp32
+registers: one line of shared memory, and a stage of the ring."""
 
 REGISTERS = 192
-"""Of a thread that multiplies, for sums and what the tensor cores write."""
+"""Registers of a consumer thread, for sums and the output of the tensor cores."""
 
 
 def promoted_columns(block: tuple[int, int]) -> list[slice] | None:
-    """Cut the columns of a consumer's part into those that are promoted together.
+    """Split the columns of a consumer's part into those that are promoted together.
 
     Args:
         block: rows and columns of the part.
 
     Returns:
-        The fewest parts of equal width that leave the sums of all columns and what the
-        tensor cores add for one part in registers; None if not even 64 columns do.
+        The fewest parts of equal width such that the sums of all columns and the tensor
+        cores' sums of one part fit in registers; None if not even 64 columns do.
 
     Example:
         >>> [len(promoted_columns((64, columns))) for columns in (128, 192, 256)]
@@ -53,7 +53,7 @@ def promoted_columns(block: tuple[int, int]) -> list[slice] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledMatmulConfig(MatmulConfig):
-    """Tiling of a product of 8-bit operands in the kernel."""
+    """Tiling of an fp8 matmul in the kernel."""
 
     tile_k: int = DEPTH
     """Depth of one pipeline stage: 128."""
@@ -77,12 +77,12 @@ class ScaledMatmulConfig(MatmulConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledProblem(Problem):
-    """A product ``[M,K] x [N,K]^T -> [M,N]`` of 8-bit operands."""
+    """An fp8 matmul ``[M,K] x [N,K]^T -> [M,N]``."""
 
     rhs_transposed: bool = True
 
     def cut(self, device: DeviceSpec) -> ScaledMatmulConfig:
-        """The config where nothing was tuned."""
+        """The config of an untuned problem."""
         return heuristic(self, device)
 
 

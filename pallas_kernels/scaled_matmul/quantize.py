@@ -1,4 +1,4 @@
-"""Rounding to 8-bit floating-point numbers with the scale that uses their range."""
+"""Quantization to fp8 with scales that use the whole range."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,11 +11,12 @@ from pallas_kernels.dispatch import check_floating
 __all__ = ["FP8_DTYPES", "check_fp8", "quantize_fp8"]
 
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-"""Types of the operands: E4M3 reaches 448, E5M2 57,344 with a bit less."""
+"""Types of the operands: E4M3, up to 448, and E5M2, up to 57,344 with one bit less of
+mantissa."""
 
 
 def check_fp8(**dtypes: DTypeLike) -> None:
-    """Refuses what is no 8-bit floating type that the tensor cores take.
+    """Refuses types other than the fp8 types of the tensor cores.
 
     Args:
         **dtypes: type of each argument, by its name.
@@ -37,11 +38,11 @@ def quantize_fp8(
     *,
     axis: int | None = None,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Rounds numbers to 8-bit floating point, with scales that use the whole range.
+    """Quantizes values to fp8, with scales that use the whole range.
 
     ``x ~ q * scale`` with ``scale = max|x| / max(dtype)``, of the whole array or along
-    one axis. Infinities do not count for the maximum and saturate; NaN stays NaN.
-    Where all numbers are zero the scale is 1. Not meant to be differentiated.
+    one axis. Infinities do not count for the maximum and saturate; NaN stays NaN. If
+    all values are zero the scale is 1. Not meant to be differentiated.
 
     Args:
         x: bfloat16, float16, float32 or float64.

@@ -1,4 +1,4 @@
-"""The definition of the product of scaled 8-bit operands, in fp32."""
+"""The definition of the matmul of scaled fp8 operands, in fp32."""
 
 import jax
 import jax.numpy as jnp

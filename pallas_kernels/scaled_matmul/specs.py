@@ -1,4 +1,4 @@
-"""Products of 8-bit operands of real models: one list for tests and benchmarks."""
+"""fp8 matmuls of real models: one list for tests and benchmarks."""
 
 import dataclasses
 
@@ -8,23 +8,23 @@ __all__ = ["SPECS", "ScaledMatmulSpec"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledMatmulSpec:
-    """A named product ``[m,k] x [n,k]^T`` of 8-bit operands, bfloat16 as it comes."""
+    """A named fp8 matmul ``[m,k] x [n,k]^T``, quantized from bfloat16."""
 
     name: str
     """Model, layer and rows."""
     m: int
-    """Rows: tokens of a step."""
+    """Rows: tokens per step."""
     n: int
     """Columns: output features."""
     k: int
-    """Length of the sums: input features."""
+    """Contracted dimension: input features."""
     types: tuple[str, str] = ("float8_e4m3fn", "float8_e4m3fn")
-    """Of both operands; gradients are float8_e5m2."""
+    """Types of both operands; gradients are float8_e5m2."""
     by_row: bool = True
-    """Each row of both operands has a scale; else each operand."""
+    """A scale per row of both operands; otherwise one per tensor."""
 
 
-# Output and input features of the products of one layer.
+# Output and input features of the matmuls of one layer.
 _LAYERS = {
     "llama3_8b_qkv": (6144, 4096),
     "llama3_8b_out": (4096, 4096),

@@ -1,4 +1,4 @@
-"""Tile-wise sparse matrix product: each tile of columns of a weight keeps its rows."""
+"""Tile-wise sparse matmul: each tile of columns of a weight keeps its own rows."""
 
 from pallas_kernels.tile_sparse_matmul.api import tile_sparse_matmul
 from pallas_kernels.tile_sparse_matmul.config import TileSparseConfig

@@ -1,8 +1,8 @@
-"""The public tile-sparse product.
+"""The public tile-sparse matmul.
 
 Axis letters: B any leading axes of tokens, M tokens, K input features, N output
-features, C packed output features (N without the pruned ones), T tiles, P room for
-rows in a tile, G columns of a tile.
+features, C packed output features (N without the pruned ones), T tiles, P row capacity
+of a tile, G columns of a tile.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ from pallas_kernels.tile_sparse_matmul.transposed import has_tiles, transposed
 __all__ = ["OUT_NAME", "tile_sparse_matmul"]
 
 OUT_NAME = "tile_sparse_matmul_out"
-"""The sums before the activation, to policies of `jax.checkpoint`."""
+"""The name of the pre-activations, for policies of `jax.checkpoint`."""
 
 
 def tile_sparse_matmul(
@@ -60,32 +60,31 @@ def tile_sparse_matmul(
     implementation: str | Sequence[str] | None = None,
     config: TileSparseConfig | None = None,
 ) -> Float[Array, "..."]:
-    """Multiplies activations by a tile-wise sparse weight, with fp32 sums.
+    """Multiplies activations by a tile-wise sparse weight, with fp32 accumulation.
 
     ``y[..., n] = activation(sum_k x[..., k] dense(w)[k, n] + bias[n])``
 
-    The kernels gather rows of activations that are stored feature by feature: there a
-    kept row is one run of memory. `feature_major` activations are [K,*B] and [N,*B]:
-    layers that follow each other stay in that layout and need no transposes, and
-    element-wise operations between them do not care. Token-major input of a weight of
-    granularity 1 or 8 is transposed first; token-major output, and either input of
-    granularity 64, cost nothing.
+    The kernels gather rows of feature-major activations, where a kept row is
+    contiguous. `feature_major` activations are [K,*B] and [N,*B]: consecutive layers
+    stay in that layout and need no transposes; element-wise operations between them
+    work in either. Token-major input of a weight of granularity 1 or 8 is transposed
+    first; token-major output, and either input with granularity 64, cost nothing.
 
-    Differentiable in x, ``w.values`` and bias. The gradient of the
-    values is computed for the kept rows alone, by a kernel of the same family on
-    Hopper; that of x is dense work with the unpacked weight, because the transpose of a
-    tile-wise weight has no tiles; of granularity 64 it has, and where half or more is
-    pruned a sparse product gives the gradient on Hopper. Gradients of values past the
-    counts are zero, so a pruned weight never comes back.
+    Differentiable in x, ``w.values`` and bias. The gradient of the values is computed
+    for the kept rows only, by a kernel of the same family on Hopper; that of x is a
+    dense matmul with the unpacked weight, because the transpose of a tile-wise weight
+    has no tiles. With granularity 64 it has, and if half or more is pruned a sparse
+    matmul gives the gradient on Hopper. Gradients of values past the counts are zero,
+    so a pruned weight never comes back.
 
-    With ``implementation=None`` a kernel runs on NVIDIA GPUs, unless so little is
-    pruned that unpacking the weight for a dense product is expected to be faster: that
-    of Mosaic GPU on Hopper, Triton's elsewhere. The packed weight is all there is: a
-    layer that is known to stay nearly full is better kept dense. Bias and activation
-    are part of the kernel where no columns are pruned, and a fused kernel of XLA
-    elsewhere. The compiler does not partition the kernels: on several devices they run
-    inside `jax.shard_map`, with `TileSparse.shards`, and where the types of Explicit
-    mesh axes say that tokens are split.
+    With ``implementation=None`` a kernel runs on NVIDIA GPUs, Mosaic GPU's on Hopper,
+    Triton's elsewhere, unless so little is pruned that unpacking the weight for a dense
+    matmul is expected to be faster. Only the packed weight is stored: a layer that is
+    known to stay nearly full is better kept dense. Bias and activation are fused into
+    the kernel if no columns are pruned, and otherwise into one kernel of XLA. The
+    compiler does not partition the kernels: on several devices they run inside
+    `jax.shard_map`, with `TileSparse.shards`, and where the types of Explicit mesh axes
+    say that tokens are split.
 
     Args:
         x: ``[*B,K]`` activations, or ``[K,*B]``.
@@ -96,9 +95,9 @@ def tile_sparse_matmul(
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, tiles of 64, 128 or
             256), "triton" (Ampere, Ada and Hopper; the same types and tiles; needs the
             extra ``triton``), "xla", a sequence of these, or None for the best.
-        config: how the Hopper kernel cuts this product; None looks it up:
-            `pallas_kernels.tuned_configs`. With one the kernel is tried first; the
-            others take none and refuse one given here.
+        config: tiling of the Hopper kernel; None looks it up in
+            `pallas_kernels.tuned_configs`. With one the kernel is tried first; other
+            implementations refuse one given here.
 
     Returns:
         ``[*B,N]`` of the type of x, or ``[N,*B]``.
@@ -155,7 +154,7 @@ def _tile_sparse_matmul(
     bias: jax.Array | None,
     call: "_Call",
 ) -> jax.Array:
-    """The product of one device's activations."""
+    """The matmul of one device's activations."""
     x_major, y_major = call.feature_major
     batch = x.shape[1:] if x_major else x.shape[:-1]
     tokens = math.prod(batch)
@@ -166,7 +165,7 @@ def _tile_sparse_matmul(
     if few and not x_major:
         flat = _row_major(flat)
     if not x_major and w.granularity < STEP and kernel:
-        # Here, so that the gradient of the values finds it transposed too.
+        # Here, so that the gradient of the values gets it transposed too.
         flat, call = flat.T, dataclasses.replace(call, feature_major=(True, y_major))
     pattern = (w.rows, w.counts, w.columns, w.places, w.order)
     flat, values, bias, pattern = vary_alike((flat, w.values, bias, pattern))
@@ -177,13 +176,13 @@ def _tile_sparse_matmul(
 
 
 def _row_major(x: jax.Array) -> jax.Array:
-    """[M,features], stored so in a program.
+    """[M,features], fixed in this layout.
 
-    The kernel takes the transpose. XLA would store what leads to it transposed as well,
-    up to the residual stream, and sum over strided features there: dear for few tokens.
+    The kernel takes the transpose. XLA would transpose everything before it as well, up
+    to the residual stream, and sum over strided features there: slow for few tokens.
     """
     if len(x) == 1 or not isinstance(x, Tracer):
-        return x  # nothing to choose
+        return x  # only one layout
     return with_layout_constraint(x, Layout((0, 1)))
 
 
@@ -202,7 +201,7 @@ def _layouts(feature_major: Any) -> tuple[bool, bool]:
 def _check(
     x: jax.Array, w: TileSparse, bias: Any, activation: str | None, x_major: bool
 ) -> None:
-    """Refuses what the caller got wrong."""
+    """Checks the arguments."""
     if not isinstance(w, TileSparse):
         raise TypeError(
             f"w is a {type(w).__name__}, expected a TileSparse; pack a dense weight"
@@ -273,7 +272,7 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     linear = dataclasses.replace(call, activation=None)
     z: Any = _product(x, values, bias, pattern, linear)
-    # A rematerialization policy may keep it by name.
+    # A checkpoint policy may save it by name.
     z = checkpoint_name(z, OUT_NAME)
     if call.activation is None:
         return z, (x, values, bias, pattern, None)
@@ -303,7 +302,7 @@ def _backward(call: _Call, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
 
 
 def _grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
-    """The gradient of x: sparse where the transpose has tiles, dense elsewhere."""
+    """The gradient of x: sparse if the transpose has tiles, otherwise dense."""
     return dispatch(
         f"{_OP} (gradient of x)",
         {"mosaic_gpu": _sparse_grad_inputs, "dense": _dense_grad_inputs},
@@ -316,7 +315,7 @@ def _grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
 
 
 def _declines_transposed(dy: jax.Array, w: TileSparse, call: _Call) -> str | None:
-    """Say why a dense product is to give the gradient of x, or None."""
+    """Say why a dense matmul should give the gradient of x, or None."""
     if not has_tiles(w):
         return (
             f"the transpose of a weight of granularity {w.granularity} with tiles of"
@@ -358,7 +357,7 @@ _KERNELS = ("mosaic_gpu", "triton")
 
 
 def _names(call: _Call) -> tuple[str, ...]:
-    """The implementations that the caller lets us try."""
+    """The implementations that the caller allows."""
     named = call.implementation
     if named is None:
         return (*_KERNELS, "xla")
@@ -372,7 +371,7 @@ def _declines(x: jax.Array, w: TileSparse, call: _Call) -> str | None:
 
 
 def _may_run_a_kernel(x: jax.Array, w: TileSparse, call: _Call) -> bool:
-    """True if the input is worth being stored as the kernels want it."""
+    """True if the input should be stored in the layout of the kernels."""
     if call.implementation is not None:
         return _names(call)[:1] != ("xla",)
     if DeviceSpec.current() is None or 0 in x.shape:
@@ -386,7 +385,7 @@ _OP = "tile_sparse_matmul"
 def _run(
     x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: _Call
 ) -> jax.Array:
-    """The packed product with its epilogue, by the first implementation that can."""
+    """The packed matmul and its epilogue, by the first implementation that can."""
     y = dispatch(
         _OP,
         {"mosaic_gpu": _mosaic_gpu, "triton": _triton, "xla": _xla},
@@ -402,7 +401,7 @@ def _run(
 
 
 def _run_grad(x: jax.Array, dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
-    """The gradient of the values, by the first implementation that can."""
+    """The gradient of the values, by the first implementation that supports it."""
     names: str | tuple[str, ...] | None = call.implementation
     if names is not None and "triton" in _names(call):  # which has no kernel for it
         names = tuple(name for name in _names(call) if name != "triton") or None

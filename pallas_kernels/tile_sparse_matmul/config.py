@@ -1,4 +1,4 @@
-"""Tiling of a tile-sparse product: the problem, the config, and its choice.
+"""Tiling of a tile-sparse matmul: the problem, the config, and its choice.
 
 Axes: M tokens, K input features, N packed output features, P row capacity of a tile, G
 columns of a tile.
@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 FEW_TOKENS = 64
-"""As many fit into the smallest block of tokens: decoding."""
+"""Tokens that fit into the smallest block: decode."""
 TILES = (64, 128, 256)
 """Tile sizes that the kernel takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileSparseConfig:
-    """The tiling of a tile-sparse product on Hopper."""
+    """The tiling of a tile-sparse matmul on Hopper."""
 
     block_tokens: int = 256
     """Tokens of an output block: 64, 128 or 256; its features are those of a tile."""
@@ -43,15 +43,15 @@ class TileSparseConfig:
     lag: int = 2
     """Steps that a gather may be in flight; at most ``stages - 2``."""
     ahead: int = 1
-    """Steps whose indices are read at a time, before the steps that precede them are
-    gathered; less where that does not divide the steps of equal blocks. Long steps
-    hide the latency of memory behind one, short ones need several."""
+    """Steps whose indices are prefetched at a time; fewer if that does not divide the
+    steps of equal blocks. Long steps hide the latency of memory with one, short ones
+    need several."""
     cluster: Literal[1, 2] = 1
-    """Blocks side by side along the tokens that load the weight once and share it."""
+    """Neighboring blocks along the tokens that load the weight once and share it."""
     group: int = 4
     """Clusters along the tokens in a band: all tiles of a band run before the next."""
     splits: int = 1
-    """Parts into which the rows of a tile are cut; they are added by XLA."""
+    """Split-K: parts of the rows of a tile, which XLA adds up."""
     store_slots: int = 2
     """Buffers through which a consumer stores its part of the output."""
 
@@ -86,7 +86,7 @@ class GradConfig:
     lag: int = 3
     """Steps that a gather may be in flight; at most ``stages - 2``."""
     cluster: int = 1
-    """Blocks side by side along the rows that load the gradient of the output once and
+    """Neighboring blocks along the rows that load the gradient of the output once and
     share it: 1 or 2."""
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ class GradConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One tile-sparse product and how its operands are stored."""
+    """One tile-sparse matmul and how its operands are stored."""
 
     m: int
     """Tokens."""
@@ -119,11 +119,11 @@ class Problem:
     k: int
     """Input features."""
     room: int
-    """Rows that fit into a tile; where tiles are full, what a tile multiplies."""
+    """Row capacity of a tile; for full tiles, the rows that a tile multiplies."""
     tile: int
     """Columns of a tile."""
     granularity: int
-    """Rows are kept in aligned groups of so many."""
+    """Rows are kept in aligned groups of this size."""
     dtype: jnp.dtype
     """Type of all operands: bfloat16 or float16."""
     x_major: bool
@@ -131,7 +131,7 @@ class Problem:
     y_major: bool
     """The output is stored feature by feature."""
     steps: int | None = None
-    """Steps of 64 rows that all tiles together take; None if it is not known."""
+    """Steps of 64 rows that all tiles together take; None if unknown."""
 
     @classmethod
     def of(cls, x: Any, w: TileSparse, feature_major: tuple[bool, bool]) -> "Problem":
@@ -157,12 +157,12 @@ class Problem:
 
     @property
     def mean_rows(self) -> float:
-        """Rows that a tile multiplies in the mean; all it has room for if unknown."""
+        """Mean rows per tile; the capacity if unknown."""
         return self.room if self.steps is None else STEP * self.steps / self.tiles
 
     @property
     def gathers(self) -> bool:
-        """True where single rows are gathered; else TMA moves whole groups."""
+        """True if single rows are gathered; otherwise TMA copies whole groups."""
         return self.granularity < STEP or (self.x_major and self.m % STEP > 0)
 
     @property
@@ -179,11 +179,10 @@ class Problem:
         )
 
     def declines(self, device: DeviceSpec) -> str | None:
-        """Say why unpacking the weight for a dense product is expected to win, or None.
+        """Say why a dense matmul of the unpacked weight should be faster, or None.
 
-        The dense weight is not at hand: unpacking it costs reading the packed one and
-        writing the dense one, so this is rare. Who knows that a layer stays as full as
-        this keeps it dense.
+        Unpacking costs reading the packed weight and writing the dense one, so this is
+        rare. A layer that is known to stay this full should be kept dense.
 
         Example:
             >>> from pallas_kernels.mosaic import H200
@@ -216,10 +215,10 @@ class Problem:
     def matmul(
         self, config: TileSparseConfig, out_dtype: DTypeLike
     ) -> tuple[MatmulProblem, MatmulConfig]:
-        """The cut as that of a matrix product, whose building blocks the kernel uses.
+        """The tiling as that of a matmul, whose building blocks the kernel uses.
 
-        A feature-major output is the product of the transposed weight and x, another
-        one that of x and the weight.
+        A feature-major output is the matmul of the transposed weight and x, a
+        token-major one that of x and the weight.
         """
         x_is_k_major = self.gathers or self.x_major
         shared: dict[str, Any] = {
@@ -272,8 +271,8 @@ def heuristic(problem: Problem, device: DeviceSpec) -> TileSparseConfig:
 
     Returns:
         The largest block that keeps the multiprocessors busy; for few tokens, the rows
-        of a tile split among multiprocessors. No clusters: in first trials on an H200
-        waiting for each other cost the blocks more than sharing the weights saved.
+        of a tile are split over multiprocessors. No clusters: in first trials on an
+        H200 synchronizing the blocks cost more than sharing the weights saved.
 
     Example:
         >>> from pallas_kernels.mosaic import H200
@@ -287,9 +286,9 @@ def heuristic(problem: Problem, device: DeviceSpec) -> TileSparseConfig:
 
 
 # Clock cycles of a multiprocessor; from times at 4096 x 4096 x 4096 with 50% and 75%
-# pruned in first trials on an H200: steps run at the rate of a dense product, what a
-# block costs beyond them is fixed.
-_EFFICIENCY = 0.98  # of the tensor cores, of that of a dense product
+# pruned in first trials on an H200: steps run at the rate of a dense matmul, the
+# overhead per block is fixed.
+_EFFICIENCY = 0.98  # of the tensor cores, relative to a dense matmul
 _BLOCK_OVERHEAD = 4500  # filling the ring, storing the block
 # From times of 1 and 32 tokens.
 _SPLIT_OVERHEAD = 2000  # another kernel, which adds the parts

@@ -1,4 +1,4 @@
-"""The definition of the tile-sparse product, in fp32: the masked dense layer."""
+"""The definition of the tile-sparse matmul, in fp32: the masked dense layer."""
 
 import jax
 import jax.numpy as jnp

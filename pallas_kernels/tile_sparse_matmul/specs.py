@@ -1,4 +1,4 @@
-"""Tile-sparse products of real models: one list for tests, tuner and benchmarks.
+"""Tile-sparse matmuls of real models: one list for tests, tuner and benchmarks.
 
 Axes: M tokens, K input features, N output features, T tiles, P row capacity of a tile,
 G columns of a tile.
@@ -19,10 +19,10 @@ __all__ = ["SHAPES", "SPECS", "TileSparseSpec"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileSparseSpec:
-    """A named product."""
+    """A named tile-sparse matmul."""
 
     name: str
-    """Layer, tokens and what is pruned."""
+    """Layer, tokens and sparsity."""
     m: int
     """Tokens."""
     n: int
@@ -34,7 +34,7 @@ class TileSparseSpec:
     tile: int = 128
     """Columns of a tile."""
     granularity: int = 1
-    """Rows are kept in aligned groups of so many."""
+    """Rows are kept in aligned groups of this size."""
     uneven: bool = False
     """Tiles keep unequal numbers of rows, which kernels read."""
     feature_major: tuple[bool, bool] = (True, True)

@@ -1,4 +1,4 @@
-"""Attention over packed sequences of different length."""
+"""Variable-length attention over packed sequences."""
 
 from pallas_kernels.varlen_attention.api import (
     varlen_attention,

@@ -1,6 +1,6 @@
-"""Attention over packed sequences of different length: the public functions.
+"""Variable-length attention over packed sequences: the public functions.
 
-Axes: R packed rows of a batch, B sequences of a row, T packed queries, S packed keys,
+Axes: R packed rows of a batch, B sequences per row, T packed queries, S packed keys,
 N query heads, K key/value heads, H head dim of queries and keys, Hv head dim of values.
 """
 
@@ -43,7 +43,7 @@ IMPLEMENTATIONS: Mapping[str, Callable[..., Passes]] = {
     "mosaic_gpu": varlen_attention_mosaic_gpu,
     "xla": varlen_attention_xla,
 }
-"""Functions that give the passes of a call or refuse it, the preferred one first."""
+"""Functions that return the passes of a call or decline it, the preferred one first."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -69,38 +69,37 @@ def varlen_attention(
 ) -> (
     Float[Array, "*R T N Hv"] | tuple[Float[Array, "*R T N Hv"], Float[Array, "*R T N"]]
 ):
-    """Attention in which every packed sequence sees itself alone.
+    """Attention in which every packed sequence attends only to itself.
 
     For query ``i`` and key ``j`` of one sequence, counted from the sequence's start,
-    let ``d = j - i - (len_k - len_q)`` be how far the key lies to the right of the
+    let ``d = j - i - (len_k - len_q)`` be the distance of the key to the right of the
     diagonal that ends in the bottom right corner. Then, for each head::
 
         s[i, j] = cap(scale * q[i] . k[j] + relative_bias(i, j)) - alibi_slope * |d|
         lse[i]  = log(sum_j exp(s[i, j]) + exp(sink))
         out[i]  = sum_j exp(s[i, j] - lse[i]) * v[j]
 
-    over the keys with ``-left <= d <= right``, and ``d <= 0`` if causal, where
-    ``cap(x) = softcap * tanh(x / softcap)``. Sequences lie one after another, so no
-    work and no memory goes to padding; scores are accumulated and normalized in fp32
-    and never stored. Differentiable once in reverse mode by q, k, v, sinks,
-    alibi_slopes and the terms of relative_bias, through ``out`` and through ``lse``;
-    works under `jax.jit`,
-    `jax.vmap`, `jax.lax.scan`, `jax.checkpoint` (the residuals are named
+    over the keys with ``-left <= d <= right``, and ``d <= 0`` if causal, where ``cap(x)
+    = softcap * tanh(x / softcap)``. Sequences are packed without padding, so no work
+    and no memory is spent on it; scores are accumulated and normalized in fp32 and
+    never stored. Differentiable once in reverse mode by q, k, v, sinks, alibi_slopes
+    and the terms of relative_bias, through ``out`` and through ``lse``; works under
+    `jax.jit`, `jax.vmap`, `jax.lax.scan`, `jax.checkpoint` (the residuals are named
     ``varlen_attention_out`` and ``varlen_attention_lse``) and `jax.shard_map` over
     heads and over data.
 
     Args:
         q: [T, N, H], queries of all sequences, or [R, T, N, H] for a batch of packed
-            rows: what begins with T, S or B+1 here has that axis in front, too. T is a
-            static budget of tokens; what lies past the last sequence may hold anything,
-            NaN too.
+            rows: everything that begins with T, S or B+1 here has that leading axis
+            too. T is a static token budget; tokens past the last sequence may hold
+            anything, even NaN.
         k: [S, K, H], keys. K divides N: query head n reads key head ``n // (N / K)``.
         v: [S, K, Hv], values. Hv may differ from H. NaN or infinity inside a sequence
             may reach its neighbors, which share blocks with it.
         cu_seqlens_q: [B+1], prefix sums of the numbers of queries, from 0. To leave
             room for more sequences, repeat the last value. A sequence may be empty.
-            None: a row is one sequence, of T queries and S keys.
-        cu_seqlens_k: [B+1], the same of the keys; None takes `cu_seqlens_q`.
+            None: each row is one sequence, of T queries and S keys.
+        cu_seqlens_k: [B+1], the same for the keys; None takes `cu_seqlens_q`.
         causal: hide keys to the right of the diagonal.
         window: (left, right), keys that are visible on each side of the diagonal
             besides the one on it; None is no limit.
@@ -112,19 +111,19 @@ def varlen_attention(
             entry by ``-d`` (`RelativeBias`), for self-attention: DeBERTa's disentangled
             attention. The terms are not scaled.
         return_lse: also return ``lse``.
-        deterministic: gradients are equal bit for bit between runs. False allows an
+        deterministic: gradients are bitwise equal between runs. False allows an
             implementation a faster sum whose order varies.
         implementation: "xla", "mosaic_gpu" (a kernel for Hopper GPUs, bf16 and fp16),
             or several names in order of preference; None takes the best one that
-            supports the arguments on this device and always works.
+            supports the arguments on this device, and always works.
         config: block sizes of the named implementation (`XlaConfig` for "xla",
-            `MosaicGpuConfig` for "mosaic_gpu"); None takes its own choice.
+            `MosaicGpuConfig` for "mosaic_gpu"); None uses its heuristic.
 
     Returns:
         ``out`` [T, N, Hv] in the type of q; or ``(out, lse)`` with lse fp32 [T, N], in
-        natural logarithm. A query that sees no key gets ``out = 0`` and lse the sink,
-        ``-inf`` without one. Rows past the last sequence get ``out = 0``,
-        ``lse = -inf`` and zero gradients.
+        natural logarithm. A query without keys gets ``out = 0`` and as lse the sink,
+        ``-inf`` without one. Rows past the last sequence get ``out = 0``, ``lse =
+        -inf`` and zero gradients.
 
     Raises:
         TypeError: q, k and v are not all fp32, all bf16 or all fp16; cu_seqlens are
@@ -146,21 +145,21 @@ def varlen_attention(
         >>> out = varlen_attention(q, k, v, np.array([0, 3, 3, 7]), causal=True)
         >>> out.shape
         (8, 4, 16)
-        >>> bool((out[0, :2] == v[0, 0]).all())  # a first token sees itself alone
+        >>> bool((out[0, :2] == v[0, 0]).all())  # a first token attends to itself
         True
         >>> bool((out[7] == 0).all())  # past the last sequence
         True
 
     References:
-        ByteTransformer (arXiv 2210.03052), section III: attention without padding.
-        It unpacks q, k and v for longer sequences and stores the scores; here nothing
-        is unpacked, scores stay in blocks as in FlashAttention (arXiv 2205.14135), and
-        there is a backward pass. Argument names follow ``flash_attn_varlen_func``,
-        but no limit is None, not -1, and the lengths' maxima need not be known. ALiBi:
-        arXiv 2108.12409, penalizing both sides when not causal. Sinks: gpt-oss,
-        after arXiv 2309.17453. Softcap: Gemma 2 (arXiv 2408.00118), before ALiBi.
-        Relative bias: DeBERTa (arXiv 2006.03654), whose code adds it to the logits as
-        the product of contents is, hence within the softcap.
+        ByteTransformer (arXiv 2210.03052), section III: attention without padding. It
+        unpacks q, k and v for longer sequences and stores the scores; here nothing is
+        unpacked, scores stay in blocks as in FlashAttention (arXiv 2205.14135), and
+        there is a backward pass. Argument names follow ``flash_attn_varlen_func``, but
+        no limit is None, not -1, and the lengths' maxima need not be known. ALiBi:
+        arXiv 2108.12409, penalizing both sides when not causal. Sinks: gpt-oss, after
+        arXiv 2309.17453. Softcap: Gemma 2 (arXiv 2408.00118), before ALiBi. Relative
+        bias: DeBERTa (arXiv 2006.03654), whose code adds it to the logits as the
+        content term is, hence within the softcap.
     """
     del deterministic  # the sums of every implementation have a fixed order
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
@@ -175,7 +174,8 @@ def varlen_attention(
     alibi_slopes = resolve_per_head("alibi_slopes", alibi_slopes, num_heads)
     terms, relative = (None, None), None
     if relative_bias is not None:
-        # With one packing the distance is that of the rows, in a tile of scores too.
+        # With the same packing the distance is that of the rows, in a tile of scores
+        # too.
         if cu_k is not None:
             raise ValueError(
                 "relative_bias needs keys that are packed as the queries are, got "
@@ -193,7 +193,7 @@ def varlen_attention(
     )
 
     def local(*arrays: Any) -> tuple[Array, Array]:
-        # Where heads are split and, say, one key/value head lies on every device, the
+        # Where heads are split and, say, one key/value head is on every device, the
         # gradient of the latter is the sum over devices, the transpose of the mark.
         x = vary_alike(Inputs(*arrays, known=known))
         passes = dispatch(
@@ -219,7 +219,7 @@ def varlen_attention(
 
 
 OUT_NAME, LSE_NAME = "varlen_attention_out", "varlen_attention_lse"
-"""What the forward pass gives the backward pass, to policies of `jax.checkpoint`."""
+"""Names of the residuals, for policies of `jax.checkpoint`."""
 
 _DIMS = ("rTnH", "rSnH", "rSnV", "rB", "rB", "n", "n", "rTnP", "rSnP")
 """A letter for each dimension of the arrays of `Inputs`: rows and heads are
@@ -266,7 +266,7 @@ def _attention_bwd(
     dout, dlse = cotangents
     inside = jnp.arange(x.q.shape[1], dtype=jnp.int32) < x.cu_q[:, -1:]  # [R, T]
     seen = inside[..., None] & (lse > -jnp.inf)
-    # What arrives for a query that sees nothing, NaN too, is nobody's gradient.
+    # Cotangents of queries without keys, even NaN, are ignored.
     if x.cu_k is not None:
         dout = jnp.where(seen[..., None], dout, 0)  # [R, T, N, Hv]
     exact = out.astype(jnp.float32)
@@ -302,19 +302,18 @@ def varlen_attention_segment_ids(
     max_seqs: int,
     **options: Any,
 ) -> Float[Array, "T N Hv"] | tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
-    """`varlen_attention` for sequences that are marked by an id on each row.
+    """`varlen_attention` for sequences that are marked by a segment id per token.
 
-    A query sees the keys with its own id, within the causal mask and the window.
+    A query attends to keys with its own id, within the causal mask and the window.
 
     Args:
         q: [T, N, H], queries.
         k: [S, K, H], keys.
         v: [S, K, Hv], values.
-        segment_ids_q: [T], ids in ``[0, max_seqs)`` that do not decrease, then
-            negative ids to the end for rows of no sequence. Where 0 marks padding,
-            pass ``segment_ids - 1``.
+        segment_ids_q: [T], ids in ``[0, max_seqs)`` that do not decrease, then negative
+            ids to the end for padding. If 0 marks padding, pass ``segment_ids - 1``.
         segment_ids_k: [S], the same for keys; None takes `segment_ids_q`.
-        max_seqs: B, static; rows with a larger id count as padding when the ids are
+        max_seqs: B, static; tokens with a larger id count as padding if the ids are
             traced.
         **options: keyword arguments of `varlen_attention`.
 
@@ -324,7 +323,7 @@ def varlen_attention_segment_ids(
     Raises:
         TypeError: ids or `max_seqs` are not integers; and as `varlen_attention`.
         ValueError: ids that are not traced are out of order or reach `max_seqs`, or
-            their number is not that of the rows; and as `varlen_attention`.
+            their number is not that of the tokens; and as `varlen_attention`.
 
     Example:
         >>> import jax, numpy as np
@@ -431,9 +430,9 @@ def _packing(
 def _known_packing(
     cu_q: Array | np.ndarray | None, cu_k: Array | np.ndarray | None, q: Array, k: Array
 ) -> KnownPacking | None:
-    """The packing, where it is known and all rows, on whatever device, have the same.
+    """The packing, if it is not traced and all rows, on all devices, have the same.
 
-    Programs that are not traced by the caller are not built anew for each packing.
+    Programs that the caller does not trace are not rebuilt for each packing.
     """
     num_queries, num_keys = q.shape[-3], k.shape[-3]
     if cu_q is None:

@@ -25,30 +25,30 @@ __all__ = [
 ]
 
 ROWS = 64
-"""Rows of a tile that one warpgroup multiplies."""
+"""Rows of a tile per warpgroup."""
 
 BACKWARD_CONSUMERS = 2
-"""Warpgroups of the backward kernel that multiply."""
+"""Consumer warpgroups of the backward kernel."""
 
 BACKWARD_TILES = {64: (128, 128), 128: (64, 128), 256: (64, 64)}
-"""Queries of a step and keys of a tile of the backward kernel, by head dim."""
+"""Queries per step and keys per tile of the backward kernel, by head dim."""
 
 MOST_SHORT_SEQUENCES = 1023
-"""Sequences of a row, at most, where each block searches for its own."""
+"""Maximum number of sequences per row for which each block searches its own."""
 
 _SHORT_BLOCKS, _SHORT_BACKWARD_BLOCKS = 4, 3
-"""Blocks of one warpgroup that share a multiprocessor, by pass."""
+"""One-warpgroup blocks per multiprocessor, by pass."""
 
 _SHORT_KEYS = 1024
-"""Keys on average that one warpgroup is still quick to go through alone; in the
-backward pass, queries of all heads of a group too."""
+"""Average number of keys up to which a single warpgroup is fast; in the backward pass
+also queries of all heads of a group."""
 
 _SHORT, _SHORT_BACKWARD = 384, 256
 """Largest average lengths for blocks of one warpgroup, by pass: for longer sequences,
- seven products instead of five cost the backward pass more than they save."""
+seven matmuls instead of five cost the backward pass more than they save."""
 
 _LONG = 768
-"""Least average length from which blocks of one query head outweigh their number."""
+"""Average length from which one block per query head pays off."""
 
 HEAD_DIMS = (64, 128, 256)
 """Head dims that the kernels are built for; others are padded to the next."""
@@ -59,20 +59,21 @@ class ForwardBlocks:
     """Tiling of the forward kernel."""
 
     consumers: int = 2
-    """Warpgroups that multiply, each 64 queries. 1 is a kernel of its own, for short
+    """Consumer warpgroups, each with 64 queries. 1 is a separate kernel for short
     sequences: a block is one warpgroup with one tile, and four share a
     multiprocessor."""
     block_k: int = 128
-    """Keys of a step."""
+    """Keys per step."""
     stages: int = 2
-    """Steps whose keys and values fit in shared memory at a time."""
+    """Pipeline stages: steps of keys and values in shared memory."""
     overlap: bool = True
-    """Start the scores of the next step before the products of this one."""
+    """Start the scores (Q K) of the next step before the P V matmul of this one."""
     ping_pong: bool = False
-    """While one warpgroup computes exponentials the other one multiplies."""
+    """Ping-pong scheduling: one warpgroup computes exponentials while the other
+    multiplies."""
     held: int = 0
-    """Chunks of 64 columns of the queries, at most all, that a warpgroup holds in
-    registers, where the tensor cores read them at no cost to shared memory."""
+    """Chunks of 64 columns of the queries that a warpgroup holds in registers, where
+    the tensor cores read them without shared memory traffic."""
 
     def __post_init__(self) -> None:
         _check(self, consumers=(1, 2, 3), block_k=(64, 128, 192, 256), held=range(5))
@@ -84,7 +85,7 @@ class ForwardBlocks:
 
     @property
     def block_q(self) -> int:
-        """Queries of a tile."""
+        """Queries per tile."""
         return ROWS * self.consumers
 
 
@@ -93,19 +94,20 @@ class BackwardBlocks:
     """Tiling of the backward kernel."""
 
     consumers: int = BACKWARD_CONSUMERS
-    """Warpgroups that multiply. 1 is a kernel of its own, for short sequences and head
-    dim 64, without ALiBi: a block is one warpgroup with 64 queries or 64 keys."""
+    """Consumer warpgroups. 1 is a separate kernel for short sequences and head dim 64,
+    without ALiBi: a block is one warpgroup with 64 queries or 64 keys."""
     block_q: int = 64
-    """Queries of a step."""
+    """Queries per step."""
     block_k: int = 128
-    """Keys of a tile, 64 for each warpgroup; or 64, which both share."""
+    """Keys per tile, 64 for each warpgroup; or 64, which both share."""
     splits: int = 1
-    """Blocks that share the query heads of a key/value head, a divisor of their number:
-    each writes dk and dv of its own, which are added afterwards. Blocks of one head go
-    over the queries side by side, and what they add to stays in the L2 cache."""
+    """Blocks over which the query heads of a key/value head are split, a divisor of
+    their number: each writes its own dk and dv, which are summed afterwards. Blocks of
+    one head go over the queries together, so that the dq they accumulate stays in the
+    L2 cache."""
     held: int = 0
-    """Chunks of 64 columns of the keys, at most all, that a warpgroup of two holds in
-    registers, as in the forward pass."""
+    """Chunks of 64 columns of the keys that each of two warpgroups holds in registers,
+    as in the forward pass."""
 
     def __post_init__(self) -> None:
         _check(
@@ -119,17 +121,17 @@ class BackwardBlocks:
 
     @property
     def shared(self) -> bool:
-        """True where both warpgroups work on the same keys."""
+        """True if both warpgroups work on the same keys."""
         return self.block_k == ROWS
 
     @property
     def stages(self) -> int:
-        """Steps whose queries fit in shared memory at a time."""
+        """Pipeline stages of queries in shared memory."""
         return 2 if self.block_k == ROWS else 3
 
     @property
     def gradient_stages(self) -> int:
-        """Steps whose gradients do."""
+        """Pipeline stages of output gradients in shared memory."""
         return self.stages - 1
 
 
@@ -167,20 +169,20 @@ class MosaicGpuConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The static description of a call, after padding.
+    """The static shape of a call, after padding.
 
-    Axes: R rows of the batch, T packed queries and S packed keys of a row, N query
-    heads, K key/value heads, H head dim.
+    Axes: R packed rows of the batch, T packed queries and S packed keys per row, N
+        query heads, K key/value heads, H head dim.
     """
 
     rows: int
-    """R."""
+    """R, packed rows."""
     queries: int
-    """T, of one row."""
+    """T, packed queries per row."""
     keys: int
-    """S, of one row."""
+    """S, packed keys per row."""
     max_seqs: int
-    """B, of one row."""
+    """B, maximum number of sequences per row."""
     heads: int
     """N."""
     kv_heads: int
@@ -197,12 +199,12 @@ class Problem:
 
     @property
     def chunks(self) -> int:
-        """Chunks of 64 columns of a row."""
+        """Chunks of 64 columns of a head."""
         return self.head_dim // CHUNK
 
 
 def query_buffers(problem: Problem) -> int:
-    """Tiles whose queries the forward kernel holds: the next one's, where they fit."""
+    """Query tiles in shared memory: also the next one's, if it fits."""
     return 2 if problem.head_dim <= 128 else 1
 
 
@@ -240,12 +242,13 @@ def forward_blocks(
         alibi: whether scores depend on slopes, which takes registers.
 
     Returns:
-        Tiles of 128 queries, at head dim 64 of 192 without ALiBi; of 64, where the
-        sequences are so short on average (the budget of tokens over that of sequences)
-        that larger tiles would be half empty, or where all such tiles fit in the GPU at
-        once, and not so many sequences that blocks search long for theirs. From head
-        dim 128 on half of the columns of the queries are held in registers: all of them
-        were 5% slower at head dim 128 (trial), and at 256 there is no room.
+        Tiles of 128 queries, with head dim 64 of 192 without ALiBi; of 64, if the
+        sequences are so short on average (token budget over maximum number of
+        sequences) that larger tiles would be half empty, or if all such tiles fit on
+        the GPU at once, and there are not so many sequences that blocks search long for
+        theirs. From head dim 128 on half of the columns of the queries are held in
+        registers: all of them were 5% slower with head dim 128 (trial), and with 256
+        they do not fit.
     """
     queries = math.ceil(problem.queries / problem.max_seqs)
     keys = math.ceil(problem.keys / problem.max_seqs)
@@ -269,13 +272,13 @@ def backward_blocks(
         problem: what to compute.
         device: the GPU.
         alibi: whether scores depend on slopes, which have gradients too.
-        relative: whether they have a relative bias, whose kernel is that for short
-            sequences.
+        relative: whether there is a relative bias, which only the kernel for short
+            sequences supports.
 
     Returns:
-        The tiles of the head dim; for sequences that are long on average, a block for
-        each query head. Where they are short, or all tiles fit in the GPU at once, the
-        kernel for short sequences, but for ALiBi.
+        The tiles for the head dim, with a block per query head for long sequences. For
+        short ones, or if all tiles fit on the GPU at once, the kernel for short
+        sequences, except with ALiBi.
     """
     if relative or (_is_short_backward(problem, device) and not alibi):
         return BackwardBlocks(consumers=1, block_q=ROWS, block_k=ROWS)
@@ -290,7 +293,7 @@ def backward_blocks(
 
 
 def _is_short_backward(problem: Problem, device: DeviceSpec) -> bool:
-    """True where blocks of one warpgroup do better."""
+    """True if blocks of one warpgroup are faster."""
     if problem.head_dim != 64 or problem.max_seqs > MOST_SHORT_SEQUENCES:
         return False
     queries = math.ceil(problem.queries / problem.max_seqs)

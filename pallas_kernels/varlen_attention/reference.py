@@ -1,4 +1,4 @@
-"""The definition of variable-length attention: dense, fp32, no tricks.
+"""The definition of variable-length attention: dense and in fp32.
 
 Axes: B sequences, T packed queries, S packed keys, N query heads, K key/value heads,
 H head dim of queries and keys, Hv head dim of values.
@@ -31,15 +31,15 @@ def varlen_attention_reference(
 ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
     """Attention over packed sequences through one dense [N, T, S] mask.
 
-    See `varlen_attention` for the formula. Nothing has a default that depends on the
-    shapes, and a causal mask is ``window=(left, 0)``.
+    See `varlen_attention` for the formula. No default depends on the shapes, and a
+    causal mask is ``window=(left, 0)``.
 
     Args:
         q: Queries of all sequences.
         k: Keys; K divides N.
         v: Values.
         cu_seqlens_q: Prefix sums of the numbers of queries, from 0.
-        cu_seqlens_k: The same of the keys.
+        cu_seqlens_k: The same for the keys.
         window: Keys that are visible on each side of the diagonal; None is no limit.
         scale: Factor of the product of query and key.
         softcap: Bound on the magnitude of scores; None is no bound.
@@ -68,7 +68,7 @@ def varlen_attention_reference(
     # [T, N, H], [S, N, H], [S, N, Hv]
     q, k, v = clean[0], *(jnp.repeat(x, groups, axis=1) for x in clean[1:])
 
-    # How far key j lies to the right of the diagonal of query i.
+    # Distance of key j to the right of the diagonal of query i.
     lengths_q, lengths_k = jnp.diff(cu_seqlens_q), jnp.diff(cu_seqlens_k)
     offset = (lengths_k - lengths_q)[ids_q]
     i = positions_from_cu_seqlens(cu_seqlens_q, q.shape[0])

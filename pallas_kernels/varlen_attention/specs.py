@@ -37,7 +37,7 @@ def wide(num_seqs: int, max_len: int, seed: int = 0) -> Lengths:
 def bytetransformer(num_seqs: int, max_len: int, seed: int = 0) -> Lengths:
     """Uniform in [0.2 max_len, max_len], 0.6 on average: ByteTransformer's benchmark.
 
-    Padding to `max_len` would waste 1.67x in matrix products and 2.42x in attention.
+    Padding to `max_len` would cost 1.67x in matmuls and 2.42x in attention.
     """
     return _between(num_seqs, max_len // 5, max_len, seed)
 
@@ -121,15 +121,15 @@ class VarlenSpec:
     head_dim: int
     """H."""
     causal: bool = False
-    """True: keys to the right of the diagonal are hidden."""
+    """Causal mask: keys to the right of the diagonal are hidden."""
     window: Window = (None, None)
     """Keys visible left and right of the diagonal."""
     softcap: float | None = None
     """Bound on scores."""
     sinks: bool = False
-    """True: there is a sink per head."""
+    """Attention sinks, one per head."""
     alibi: bool = False
-    """True: there is an ALiBi slope per head."""
+    """ALiBi, with a slope per head."""
 
     @property
     def max_len(self) -> int:
@@ -146,8 +146,9 @@ class VarlenSpec:
     def flops(self) -> int:
         """Useful operations of the forward pass: ``4 N H`` per visible pair.
 
-        Counts two products, each a multiplication and an addition, over the pairs that
-        the causal mask and the window leave; the backward pass does 2.5 times as much.
+        It counts two matmuls, each a multiplication and an addition, over the pairs
+        that the causal mask and the window leave; the backward pass does 2.5 times as
+        much.
         """
         left, right = self.window
         right = 0 if self.causal else right
@@ -239,7 +240,7 @@ def _bert() -> list[VarlenSpec]:
 
 
 def _patterns() -> list[VarlenSpec]:
-    """FlashAttention's benchmark of the schedule of uneven lengths."""
+    """FlashAttention's scheduling benchmark with uneven lengths."""
     return [
         _spec(
             f"{pattern}_{batch}x{length}_d{head_dim}_{'causal' if causal else 'full'}",
@@ -293,7 +294,7 @@ def _serving() -> list[VarlenSpec]:
 
 
 def _features() -> list[VarlenSpec]:
-    """Models that ask for more than a causal mask."""
+    """Models with more than a causal mask."""
     return [
         _spec(
             "modernbert_local",
@@ -349,7 +350,7 @@ def _features() -> list[VarlenSpec]:
 
 
 def _whole() -> list[VarlenSpec]:
-    """Rows that are one sequence each, as decoders and encoders have in training."""
+    """Unpacked sequences, as in decoder and encoder training."""
     causal = {"causal": True}
     variants = (
         ("llama3_1b", (8, 2048), (32, 8, 64), causal),

@@ -32,4 +32,4 @@ def test_mistakes(command):
     code, _, err = command("bench-serve", "--workload", "many")
     assert code == 2 and "workload 'many' is unknown" in err
     code, out, _ = command("bench-serve", "--help")
-    assert code == 0 and "Most requests under way" in out
+    assert code == 0 and "Maximum number of concurrent requests" in out

@@ -42,7 +42,7 @@ CONFIG = TrainConfig(model=llama_tiny(), data=DATA)
         ),
         (
             {"steps": 10, "optimizer": OptimizerConfig(warmup_steps=20)},
-            "warmup_steps 20 and the descent do not fit in 10 steps",
+            "warmup_steps 20 and the decay do not fit in 10 steps",
         ),
         ({"rules": "zero3"}, "rules 'zero3' is no preset"),
         (

@@ -1,4 +1,4 @@
-"""How much the engine takes on: `EngineConfig`, and what a model allows.
+"""The sizes of the engine: `EngineConfig`, and what a model allows.
 
 Legend: S slots, P pages, G tokens of a page.
 """
@@ -16,12 +16,13 @@ from jaxscale.models.config import DecoderConfig
 
 
 MAX_QUERIES = 64
-"""Queries of a key/value head in a step: its query heads, times the tokens of a row."""
+"""Queries per key/value head and step: its query heads times the tokens of a
+sequence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(SchedulerSettings):
-    """How much the engine takes on at a time; None is chosen by model and device.
+    """The sizes of the inference engine; None is chosen by model and device.
 
     Example:
         >>> EngineConfig(num_slots=8, max_len=4096, kv_dtype="fp8").page_size
@@ -29,29 +30,28 @@ class EngineConfig(SchedulerSettings):
     """
 
     max_len: int | None = None
-    """Most tokens of prompt and completion together; None is what the model was made
-    for."""
+    """Maximum tokens of prompt and completion together; None is the model's limit."""
     num_slots: int | None = None
-    """S, most requests that are decoded together: a power of two. None is 128, on a CPU
-    8."""
+    """S, maximum number of running requests, which decode together: a power of two.
+    None is 128, on a CPU 8."""
     num_pages: int | None = None
-    """P, pages of keys and values; None takes `memory_fraction`."""
+    """P, pages (blocks) of the KV cache; None fills `memory_fraction`."""
     kv_dtype: Literal["fp8"] | None = None
-    """Type of keys and values in pages; None is that of the computation, fp8 (E4M3)
-    holds twice as many tokens."""
+    """Data type of the KV cache: None is that of the computation, fp8 (E4M3) holds
+    twice as many tokens."""
     memory_fraction: float = 0.9
-    """Share of the memory of each device for weights, pages and computation."""
+    """Fraction of each device's memory for weights, KV cache and computation."""
     prefill_tokens: tuple[int, ...] | None = None
-    """How many tokens of prompts the compiled programs compute in a tick; None is
+    """Sizes, in prompt tokens per engine step, that prefill is compiled for; None is
     128, 512 and 2,048, on a CPU 16, 64 and 256."""
     buckets: tuple[int, ...] | None = None
-    """How many rows the compiled programs decode, powers of two, the largest S; None is
-    2, 8, 32 and so on, and S."""
+    """Batch sizes that decode is compiled for: powers of two, the largest S; None is 2,
+    8, 32 and so on, and S."""
     all_reduce: Literal["xla", "low_latency"] | None = None
-    """Who sums the tokens of a step over the devices that a model is split over: XLA,
-    the kernel ``low_latency``, or None: that with which steps were faster."""
+    """All-reduce of decode over the tensor-parallel devices: XLA's, the kernel
+    ``low_latency``, or None, whichever gave faster steps."""
     program_cache: str | None = None
-    """A folder that keeps compiled programs for the next start; None compiles them
+    """Directory that caches compiled programs for the next start; None compiles them
     each time."""
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class EngineConfig(SchedulerSettings):
 
     @classmethod
     def for_prompts(cls, lengths: Sequence[int], max_new_tokens: int) -> "EngineConfig":
-        """The fewest programs for prompts of these lengths, all of one size."""
+        """Settings with the fewest programs for prompts of these lengths."""
         longest, size = max(lengths), cls.page_size
         slots = 1 << (max(2, min(len(lengths), 32)) - 1).bit_length()
         return cls(
@@ -141,7 +141,7 @@ def check_max_len(model: DecoderConfig, max_len: int) -> None:
 
 
 def check_drafts(model: DecoderConfig, drafts: int) -> None:
-    """Raise where a step has more queries of a key/value head than a tile has rows."""
+    """Raise if a step has more queries per key/value head than a kernel tile."""
     group = model.num_heads // model.num_kv_heads
     if drafts and group * (1 + drafts) > MAX_QUERIES:
         raise ValueError(

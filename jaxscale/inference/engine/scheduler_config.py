@@ -10,33 +10,33 @@ from jaxscale.checks import check_integers
 
 
 LONGEST_NGRAM = 32
-"""Most tokens that can be looked for: each is another pass over the tokens."""
+"""Maximum n-gram length to look up: each token is another pass over the sequence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerSettings:
-    """What callers choose of the scheduler."""
+    """The user's settings of the scheduler."""
 
     page_size: int = 64
-    """G, tokens of a page."""
+    """G, tokens per page (block) of the KV cache."""
     steps: int = 4
-    """Tokens that a request draws in one call of the device while none waits; one
-    while others wait, so that they join at the next token."""
+    """Decode steps per launch while no request waits; one while requests wait, so that
+    they join at the next token."""
     drafts: int = 0
-    """Tokens guessed ahead for each request and step, from what the same tokens were
-    followed by earlier in it; 0 guesses none. Results stay what they are."""
+    """Draft tokens per request and step, by n-gram lookup in the request's own tokens
+    (prompt-lookup speculative decoding); 0 is off. Results do not change."""
     draft_bucket: int = 8
-    """Guess while at most this many rows are decoded; more keep the device busy."""
+    """Largest decode batch with draft tokens; larger batches keep the device busy."""
     shortest_ngram: int = 2
-    """Fewest tokens that have to occur again before anything is guessed."""
+    """Shortest n-gram that must recur before tokens are drafted."""
     longest_ngram: int = 4
-    """Most tokens that are looked for; the longest that occur again decide."""
+    """Longest n-gram that is looked up; the longest match decides."""
     prefix_cache: bool = True
-    """Whether prompts that begin alike are computed once."""
+    """Prefix caching: compute a shared beginning of prompts once."""
     max_waiting: int = 2048
-    """Most requests that wait for their first turn; then more are refused."""
+    """Maximum number of requests in the waiting queue; further ones are refused."""
     max_waiting_tokens: int = 2**20
-    """Most tokens of prompts that wait."""
+    """Maximum number of prompt tokens in the waiting queue."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,27 +49,28 @@ class SchedulerConfig(SchedulerSettings):
     """
 
     num_pages: int
-    """P, pages on the device."""
+    """P, pages of the KV cache on the device."""
     vocab_size: int
-    """V, tokens that the model knows."""
+    """V, size of the vocabulary."""
     max_len: int
-    """Most tokens of prompt and completion together."""
+    """Maximum tokens of prompt and completion together."""
     num_slots: int = 128
-    """S, most requests that are decoded together: a power of two, at least 2."""
+    """S, maximum number of running requests, which decode together: a power of two, at
+    least 2."""
     eos_ids: Sequence[int] = ()
     """Tokens that end a sequence, unless its request ignores them."""
     prefill_tokens: int = 2048
-    """Most tokens of prompts that are computed in a tick."""
+    """Maximum prompt tokens prefilled per engine step."""
     prefill_requests: int = 16
-    """Most prompts that share them."""
+    """Maximum number of prompts per prefill."""
     prefill_keys: int | None = None
-    """Most keys, in whole pages, that the prompts of a tick attend to; None is 16,384,
-    or what the longest request needs if that is more."""
+    """Maximum keys, in whole pages, that the prompts of one prefill attend to; None is
+    16,384, or what the longest request needs if that is more."""
     split: int = 512
-    """Tokens of a split of the attention: chunks end on multiples of it, or with their
-    prompt, so that no result depends on what was cached."""
+    """Tokens per split of the attention: prefill chunks end at multiples of it or at
+    the end of the prompt, so that no result depends on what was cached."""
     watermark: float = 0.01
-    """Share of the pages that admission leaves to requests that already run."""
+    """Fraction of the pages that admission reserves for running requests."""
 
     def __post_init__(self) -> None:
         counts = ("num_pages", "vocab_size", "page_size", "prefill_tokens", "split")
@@ -109,21 +110,21 @@ class SchedulerConfig(SchedulerSettings):
 
     @property
     def batches(self) -> Sequence[int]:
-        """Sizes of batches that are decoded: powers of two up to S."""
+        """Batch sizes of decode: powers of two up to S."""
         return [2**i for i in range(1, self.num_slots.bit_length())]
 
     def drafts_of(self, bucket: int) -> int:
-        """Drafts of each row in a batch of this size, where pages are enough."""
+        """Draft tokens per sequence in a batch of this size."""
         return self.drafts if bucket <= self.draft_bucket else 0
 
     @property
     def longest(self) -> int:
-        """Most tokens of a request: what the model allows, and the pages."""
+        """Maximum tokens of a request, as model and pages allow."""
         return min(self.max_len, self.num_pages * self.page_size)
 
     @property
     def table_width(self) -> int:
-        """W, pages of the longest request."""
+        """W, width of a page table: pages of the longest request."""
         return -(-self.longest // self.page_size)
 
     @property
@@ -138,7 +139,7 @@ class SchedulerConfig(SchedulerSettings):
 
 
 def prefill_sizes(config: SchedulerConfig, sizes: Sequence[int] | None) -> list[int]:
-    """The numbers of tokens that prefill is compiled for, ascending."""
+    """The token counts that prefill is compiled for, ascending."""
     most = config.prefill_tokens
     chosen = sorted(sizes or {most, max(most // 4, 1), max(most // 16, 1)})
     if chosen[-1] != most or chosen[0] < 1:
@@ -150,7 +151,7 @@ def prefill_sizes(config: SchedulerConfig, sizes: Sequence[int] | None) -> list[
 
 
 def bucket_sizes(config: SchedulerConfig, buckets: Sequence[int] | None) -> list[int]:
-    """The sizes of batches that decoding is compiled for, ascending."""
+    """The batch sizes that decode is compiled for, ascending."""
     powers = config.batches
     chosen = sorted(buckets or {*powers[::2], config.num_slots})
     if chosen[-1] != config.num_slots or not set(chosen) <= set(powers):
@@ -162,14 +163,14 @@ def bucket_sizes(config: SchedulerConfig, buckets: Sequence[int] | None) -> list
 
 
 def bucket_of(rows: int, buckets: Sequence[int]) -> int:
-    """The smallest compiled batch of at least so many rows."""
+    """The smallest compiled batch size that holds `rows` sequences."""
     return next(bucket for bucket in buckets if bucket >= rows)
 
 
 def decode_sizes(
     config: SchedulerConfig, buckets: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """Rows, steps and drafts of the programs that decode: what a plan may ask for.
+    """Batch size, steps and draft tokens of each decode program.
 
     Example:
         >>> config = SchedulerConfig(
@@ -183,6 +184,6 @@ def decode_sizes(
     for rows in config.batches:
         bucket, drafts = bucket_of(rows, buckets), config.drafts_of(rows)
         found |= {(bucket, steps, drafts) for steps in (1, config.steps)}
-        # Where pages are short, there are no drafts.
+        # When pages are scarce there are no draft tokens.
         found.add((bucket, 1, 0))
     return sorted(found)

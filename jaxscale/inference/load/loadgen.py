@@ -1,7 +1,7 @@
-"""A load generator for any server that speaks OpenAI's API, by streaming.
+"""A load generator for OpenAI-compatible servers, which streams its requests.
 
-Times are taken where the client sees them, by one monotonic clock. The definitions are
-those of ``vllm bench serve``:
+Times are measured at the client, by one monotonic clock. The definitions are those of
+``vllm bench serve``:
 
 - TTFT: from sending a request to its first token;
 - TPOT: (latency - TTFT) / (tokens - 1), of requests of several tokens;
@@ -31,42 +31,44 @@ type Endpoint = Literal["completions", "chat"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadConfig:
-    """The load on a server: requests, their arrivals, and objectives."""
+    """A benchmark workload: requests, their arrivals, and objectives (SLOs)."""
 
     url: str = "http://127.0.0.1:8000"
     """Address of the server; ``/v1/...`` is added."""
     model: str | None = None
-    """Its name there; by default the first that ``/v1/models`` lists."""
+    """Model name in requests; by default the first that ``/v1/models`` lists."""
     endpoint: Endpoint = "completions"
-    """Endpoint that gets the requests."""
+    """Endpoint that the requests are sent to."""
     workload: str = "sharegpt"
-    """Lengths: sharegpt, alpaca, flover, flover:2048, or 128/2048."""
+    """Prompt and output lengths: sharegpt, alpaca, flover, flover:2048, or 128/2048."""
     requests: int = 100
     """Number of requests."""
     rate: float = math.inf
-    """Requests a second; inf sends all at once."""
+    """Request rate per second; inf sends all at once."""
     burstiness: float = 1.0
-    """1 is a Poisson process, less comes in bursts, inf is constant."""
+    """Burstiness of arrivals: 1 is a Poisson process, below 1 is burstier, inf is
+    constant."""
     max_concurrency: int | None = None
-    """Most requests under way; more wait here, uncounted."""
+    """Maximum number of concurrent requests; the wait of further ones is not
+    counted."""
     vocab_size: int = 1000
     """Prompts are random tokens below this; 0 sends words instead of tokens."""
     seed: int = 0
-    """Of arrivals, lengths and prompts."""
+    """Random seed of arrivals, lengths and prompts."""
     temperature: float = 0.0
-    """Temperature that the server draws with."""
+    """Sampling temperature of the requests."""
     ignore_eos: bool = True
-    """Ask for answers of just the wanted length."""
+    """Ask for exactly the wanted output length, by ignoring end-of-sequence tokens."""
     timeout: float = 600.0
-    """Seconds after which a request has failed."""
+    """Seconds after which a request counts as failed."""
     warmup: int = 1
-    """Requests before, one by one, which do not count."""
+    """Warm-up requests, sent one by one and not counted."""
     ttft_ms: float | None = None
-    """Objective of goodput: most milliseconds to the first token."""
+    """Goodput objective: maximum time to first token (TTFT), in milliseconds."""
     tpot_ms: float | None = None
-    """Objective: most milliseconds a token after the first."""
+    """Goodput objective: maximum time per output token (TPOT), in milliseconds."""
     e2el_ms: float | None = None
-    """Objective: most milliseconds for all of a request."""
+    """Goodput objective: maximum end-to-end latency, in milliseconds."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -86,24 +88,24 @@ class LoadConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The course of one request; times in seconds since the start."""
+    """The record of one request; times in seconds since the start."""
 
     prompt_tokens: int
-    """Tokens of the prompt, as the server counts them if it does."""
+    """Tokens of the prompt, as counted by the server if it reports them."""
     output_tokens: int = 0
-    """Tokens of the answer, likewise; otherwise events of the stream."""
+    """Tokens of the output, likewise; otherwise events of the stream."""
     due: float
-    """Time at which it was to be sent."""
+    """Time at which the request was due."""
     sent: float
-    """Time at which it was."""
+    """Time at which the request was sent."""
     events: tuple[float, ...] = ()
-    """Times at which the pieces of the answer came."""
+    """Times at which the pieces of the output arrived."""
     ended: float
-    """Time at which it was over, well or not."""
+    """Time at which the request ended, successfully or not."""
     status: int | None = None
-    """Of HTTP."""
+    """HTTP status."""
     error: str | None = None
-    """Message of the failure; None where the answer is complete."""
+    """Message of the failure; None if the output is complete."""
 
     @property
     def ttft(self) -> float:
@@ -117,7 +119,7 @@ class Outcome:
 
     @property
     def tpot(self) -> float:
-        """Seconds a token after the first, 0 where there is none."""
+        """Seconds per token after the first; 0 if there is none."""
         return (self.latency - self.ttft) / max(self.output_tokens - 1, 1)
 
     @property
@@ -132,7 +134,7 @@ def run(config: LoadConfig, *, api_key: str | None = None) -> list[Outcome]:
     Raises:
         ImportError: no HTTP client is installed.
         ConnectionError: the server does not answer at all.
-        ValueError: it names no model, or refuses what is sent before the start.
+        ValueError: the server names no model, or refuses the warm-up requests.
     """
     return asyncio.run(_run(config, api_key))
 
@@ -140,11 +142,11 @@ def run(config: LoadConfig, *, api_key: str | None = None) -> list[Outcome]:
 def summarize(
     outcomes: Sequence[Outcome], config: LoadConfig
 ) -> dict[str, float | int]:
-    """The figures of a run, under the names of ``vllm bench serve``.
+    """The summary metrics of a run, under the names of ``vllm bench serve``.
 
     Args:
-        outcomes: Of its requests.
-        config: Its objectives are those of goodput.
+        outcomes: The records of its requests.
+        config: Has the objectives of goodput.
 
     Example:
         >>> outcome = Outcome(prompt_tokens=4, output_tokens=3, due=0.0, sent=0.0,
@@ -185,7 +187,7 @@ def summarize(
 
 
 def _met(outcome: Outcome, config: LoadConfig) -> bool:
-    """True where a complete answer met all objectives."""
+    """True if the request completed and met all objectives."""
     limits = (
         (outcome.ttft, config.ttft_ms),
         (outcome.tpot, config.tpot_ms),
@@ -195,7 +197,7 @@ def _met(outcome: Outcome, config: LoadConfig) -> bool:
 
 
 def _spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Mean, median and others in milliseconds; NaN where there are no values."""
+    """Mean, median and percentiles in milliseconds; NaN if there are no values."""
     values = 1e3 * np.array(seconds or [math.nan])
     figures = {
         "mean": values.mean(),

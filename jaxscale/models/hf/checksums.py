@@ -1,4 +1,4 @@
-"""Checksums of the files of a directory, which reading compares where there are some.
+"""Checksums of the files of a directory, verified on reading if there are any.
 
 The file is in the format of ``sha256sum``, so ``sha256sum -c`` checks it too.
 """
@@ -34,10 +34,10 @@ def remove_checksums(directory: Path) -> None:
 
 
 def checked_bytes(file: Path) -> bytes:
-    """The content of a file, compared with the checksum beside it if there is one.
+    """The content of a file, verified against its checksum if there is one.
 
     Raises:
-        ValueError: it is not what was written.
+        ValueError: the file is not what was written.
     """
     content = file.read_bytes()
     wanted = _listed(file.parent).get(file.name)
@@ -47,7 +47,7 @@ def checked_bytes(file: Path) -> bytes:
 
 
 def check_files(files: Iterable[Path]) -> None:
-    """Compare files with the checksums beside them, reading all of each.
+    """Verify files against their checksums, reading all of each.
 
     Raises:
         ValueError: one is not what was written.

@@ -92,7 +92,7 @@ class Checkpoint:
         return np.asarray(part[index] if index else part[...])
 
     def check_weights(self) -> None:
-        """Compare the files of the tensors with their checksums, if they have some.
+        """Verify the files of the tensors against their checksums, if there are any.
 
         Raises:
             ValueError: a file is not what was written.
@@ -159,7 +159,7 @@ def write_checkpoint(
     tensors: Iterable[tuple[str, int, Callable[[], np.ndarray]]],
     max_shard_bytes: int,
 ) -> None:
-    """Write a Hugging Face directory, one file's tensors in memory at a time.
+    """Write a Hugging Face directory, with one file's tensors in memory at a time.
 
     Earlier weights in the directory are replaced once the new ones are complete.
 
@@ -168,7 +168,7 @@ def write_checkpoint(
         config: The contents of ``config.json``.
         tensors: Name, bytes and a function that fetches the array, contiguous, for each
             tensor.
-        max_shard_bytes: Size at which another file is begun; a tensor is never split.
+        max_shard_bytes: Maximum size of a file; a tensor is never split.
     """
     directory = Path(path)
     if directory.exists() and not directory.is_dir():

@@ -13,17 +13,17 @@ _FILES = ["*.json", "*.safetensors", "*.jinja"]
 def local_directory(source: str | Path) -> Path:
     """The directory of a model: one of this machine, or a download from the hub.
 
-    What exists here is taken as it is. Another text of the form ``OWNER/MODEL``, or
+    A local path is used as it is. Otherwise a name ``OWNER/MODEL``, or
     ``OWNER/MODEL@REVISION``, is a model of the hub: its settings, tokenizer and
     safetensors are downloaded once, into the cache of `huggingface_hub`. With
-    ``HF_HUB_OFFLINE=1`` in the environment only the cache is looked at.
+    ``HF_HUB_OFFLINE=1`` in the environment only the cache is used.
 
     Args:
         source: The directory, or the name.
 
     Raises:
-        FileNotFoundError: there is neither such a directory nor such a model, or no way
-            to the hub.
+        FileNotFoundError: there is neither such a directory nor such a model, or the
+            hub cannot be reached.
         ImportError: huggingface_hub is not installed.
 
     Example:

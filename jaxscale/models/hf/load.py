@@ -1,4 +1,4 @@
-"""Models from Hugging Face directories, with transformers not needed."""
+"""Load models from Hugging Face directories, without transformers."""
 
 import dataclasses
 import functools
@@ -53,16 +53,16 @@ def load(
             and their index; or the name of a model on the Hugging Face hub, as
             `jaxscale.models.hf.hub.local_directory` takes it.
         head: Head of an encoder. ``"file"``: the one that ``architectures`` in
-            ``config.json`` names. None: none, whatever the file has. A configuration: a
-            new one in the place of the file's, for fine-tuning.
-        seed: Decides the parameters of a new head.
-        mesh: The devices; None is the first one alone.
+            ``config.json`` names. None: no head. A configuration: a new head instead of
+            the file's, for fine-tuning.
+        seed: Random seed of a new head's parameters.
+        mesh: The devices; None is the first device only.
         rules: Mesh axes that split parameters, by their logical axes.
         dtype: Type of the computation; None is that of the parameters.
         param_dtype: Type of the parameters; None keeps that of each tensor in the file.
         quantization: Type of the weights of a decoder for inference, as
             `jaxscale.models.quantize` makes them; each block is quantized as soon as it
-            is read, so that no more than one lies there in its own type.
+            is read, so that at most one is on the device unquantized.
         **options: Further arguments of `Decoder` or `EncoderModel`, for example
             ``remat="full"``.
 
@@ -138,7 +138,7 @@ def load(
 def check_files(path: str | Path) -> None:
     """Check that a directory holds the model that its ``config.json`` describes.
 
-    Only the headers of the files are read, and equal copies of what is tied.
+    Only the headers of the files are read, and copies of tied tensors.
 
     Args:
         path: As for `load`.
@@ -156,7 +156,7 @@ def check_files(path: str | Path) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Files:
-    """What is to be read from a directory."""
+    """What to read from a directory."""
 
     checkpoint: Checkpoint
     family: Family
@@ -165,7 +165,7 @@ class _Files:
     make: Callable[..., Any]
     """Makes the model, given all arguments but its configuration."""
     own_head: HeadConfig | None
-    """The head that is read along."""
+    """The head to read."""
     ignored: list[str]
     """Patterns of the names of tensors that are left."""
     tied: dict[str, str]

@@ -1,8 +1,8 @@
-"""The tensors of a Hugging Face file that hold each parameter of a model.
+"""The mapping between the tensors of a Hugging Face file and a model's parameters.
 
 A kernel of ours is [in, out]. ``torch.nn.Linear`` stores [out, in], transformers'
-``Conv1D`` (GPT-2) stores [in, out]. Blocks are stacked in ours, [L, ...], and one
-tensor each in theirs.
+``Conv1D`` (GPT-2) stores [in, out]. Our blocks are stacked, [L, ...]; files have one
+tensor per block.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ class TensorMap:
     first_layer: int = 0
     """Number that the first of the stacked blocks has in the file."""
     inner_blocks: int = 1
-    """Number of stacked blocks that share a number; ``{inner}`` in the name
-    stands for the place of a block among them."""
+    """Number of stacked blocks that share a number; ``{inner}`` in the name is the
+    index of a block among them."""
     groups: int = 1
     """Number of groups (heads) in the joined dimension: each holds its share of the
     first parameter, then of the second, and so on."""

@@ -1,4 +1,4 @@
-"""Models to Hugging Face directories, with transformers not needed."""
+"""Save models as Hugging Face directories, without transformers."""
 
 import dataclasses
 from pathlib import Path
@@ -29,13 +29,12 @@ def save(
     Parameters keep their type. transformers from 4.57 on reads the configuration.
 
     Args:
-        model: The model; its parameters may be sharded, over devices of this process.
+        model: The model; its parameters may be sharded over devices of this process.
         path: The directory; made if needed. Weights in it are replaced.
-        max_shard_bytes: Size at which another file is begun.
-        tokenizer: Saved beside the weights, its control tokens named in the
-            configuration.
-        generation: Saved as ``generation_config.json``; its tokens that end a text take
-            the place of the tokenizer's.
+        max_shard_bytes: Maximum size of a file.
+        tokenizer: Saved with the weights, with its control tokens in the configuration.
+        generation: Saved as ``generation_config.json``; its end-of-sequence tokens
+            replace the tokenizer's.
 
     Raises:
         ValueError: transformers has no counterpart of the model, it is unstacked, this

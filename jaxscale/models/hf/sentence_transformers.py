@@ -22,8 +22,8 @@ def sentence_settings(path: Path) -> dict[str, Any]:
     """Read how a directory embeds sentences.
 
     Args:
-        path: The directory. Without a ``modules.json`` it says no more than the length
-            of texts.
+        path: The directory. Without a ``modules.json`` only the maximum length is
+            known.
 
     Returns:
         The folder of the model as `path`, and what the files say of `normalize`,
@@ -31,7 +31,7 @@ def sentence_settings(path: Path) -> dict[str, Any]:
         `lower_case`.
 
     Raises:
-        ValueError: the directory asks for what we lack.
+        ValueError: the directory needs an unsupported setting.
     """
     settings: dict[str, Any] = {"path": path}
     file = path / "modules.json"
@@ -88,7 +88,7 @@ def _pooling(config: dict[str, Any], file: Path) -> Pooling:
 
 
 def _refuse_prompt(file: Path) -> None:
-    """Stop at a prompt that every text would get: its embedding would be another."""
+    """Refuse a default prompt, which would change the embedding of every text."""
     config = read_json_object(file) if file.is_file() else {}
     name, prompts = config.get("default_prompt_name"), config.get("prompts") or {}
     if not isinstance(prompts, dict):
@@ -102,7 +102,7 @@ def _refuse_prompt(file: Path) -> None:
 
 
 def _text_settings(directory: Path) -> dict[str, Any]:
-    """The most tokens of a text, and whether texts must be in lower case."""
+    """Maximum tokens of a text, and whether texts are lowercased."""
     # The first was named after the model once; newer releases write the last alone.
     files = sorted(directory.glob("sentence_*_config.json"))
     config = read_json_object(files[0]) if files else {}

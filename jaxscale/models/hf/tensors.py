@@ -1,6 +1,6 @@
 """Parameters of a model read from, and written to, the tensors of a directory.
 
-Each parameter is read straight into its place: every device gets its own shard, filled
+Each parameter is read directly into its shards: every device gets its own shard, filled
 from the memory-mapped files block by block. The host holds one shard of one parameter
 at a time (the stacked parameter of all blocks counts as one), never the model. Axis
 letters of shapes: L layers, D model, V vocabulary.
@@ -49,15 +49,15 @@ def read_model[M](
             whose type is that of the model. Parameters without a tensor keep the
             values that `make` gives them.
         make: Makes the model for a type of the computation and one of the parameters.
-        mesh: The devices; None is the first one alone.
+        mesh: The devices; None is the first device only.
         rules: Mesh axes that split parameters, by their logical axes.
         dtype: Type of the computation; None is that of the parameters.
         param_dtype: Type of the parameters; None keeps that of each tensor.
         ignored: Patterns of the names of tensors that no model needs.
         tied: Tensors that some files hold besides the one that they equal.
         each_block: Called with each block of the stack, all of whose parameters are in
-            the file, and its number, as soon as it is read: the model has what it
-            returns, block by block. None leaves the stack.
+            the file, and its number, as soon as it is read; the model gets the returned
+            blocks. None keeps the stack.
 
     Raises:
         ValueError: a tensor is missing, unexpected or of the wrong shape or type.
@@ -113,7 +113,7 @@ def read_model[M](
 def _of_one_block(
     place: NamedSharding | SingleDeviceSharding,
 ) -> NamedSharding | SingleDeviceSharding:
-    """Where a parameter of one block of a stack lies."""
+    """The shard layout of a parameter of one block of a stack."""
     if isinstance(place, SingleDeviceSharding):
         return place
     return NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
@@ -131,7 +131,7 @@ def parameters_of(model: Any) -> dict[str, Any]:
 
 
 def shapes_in_files(model: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter without the rows that a mesh pads a vocabulary by.
+    """The shape of each parameter, without the padding of the vocabulary on a mesh.
 
     Args:
         model: A `Decoder` or an `EncoderModel`, or its abstract form.
@@ -177,7 +177,7 @@ def check_tensors(
     ignored: Sequence[str],
     tied: Mapping[str, str],
 ) -> None:
-    """Stop at the first tensor that is missing, misshapen or unexpected.
+    """Raise for the first tensor that is missing, unexpected or of the wrong shape.
 
     Args:
         checkpoint: The directory.
@@ -216,7 +216,7 @@ def check_tensors(
 
 
 def _check_tied(checkpoint: Checkpoint, source: str, copy: str) -> None:
-    """Stops if the tensor `copy` of a tied model is not `source`."""
+    """Raise if the tensor `copy` of a tied model differs from `source`."""
     shape = checkpoint.shape(source)
     equal = checkpoint.shape(copy) == shape
     rows = 4096
@@ -262,7 +262,7 @@ def _read_parameter(
     sharding: NamedSharding | SingleDeviceSharding,
     layer: int | None = None,
 ) -> jax.Array:
-    """One parameter, or its part of one layer, each device given only its shard."""
+    """One parameter, or its part of one layer; each device gets only its shard."""
     shape = shapes[name] if layer is None else shapes[name][1:]
     dtype = _dtype_of(checkpoint, _names(entry, shapes), param_dtype)
     columns = _columns(entry, name, in_files)
@@ -291,7 +291,7 @@ def _read_parameter(
 def _within(
     bounds: tuple[tuple[int, int], ...], limits: tuple[int, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """The part of a box that the file has."""
+    """The part of a slice that is in the file."""
     return tuple(
         (min(start, limit), min(stop, limit))
         for (start, stop), limit in zip(bounds, limits, strict=True)
@@ -299,7 +299,7 @@ def _within(
 
 
 def _padded(shard: np.ndarray, sizes: list[int]) -> np.ndarray:
-    """`shard` with zeros behind what the file has of it."""
+    """`shard` padded with zeros after the part that is in the file."""
     if shard.shape == tuple(sizes):
         return shard
     return np.pad(shard, [(0, n - m) for n, m in zip(sizes, shard.shape, strict=True)])
@@ -312,7 +312,7 @@ def _read_shard(
     columns: np.ndarray,
     dtype: np.dtype,
 ) -> np.ndarray:
-    """A box of a parameter, `bounds` being its start and end in each dimension."""
+    """A slice of a parameter; `bounds` are its start and end in each dimension."""
     columns = columns[slice(*bounds[-1])]
     shard = np.empty([stop - start for start, stop in bounds], dtype)
     if not shard.size:
@@ -401,7 +401,7 @@ def tensors_to_write(
 
 
 def _cut(value: np.ndarray, shape: tuple[int, ...], layer: int | None) -> np.ndarray:
-    """What a file has of a parameter, or of one block of it."""
+    """The part of a parameter, or of one block of it, that files have."""
     return value[tuple(map(slice, shape if layer is None else shape[1:]))]
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints: what is written when, checked by digests, read back on other meshes."""
+"""Checkpoints: saved in the background, verified by digests, restored on any mesh."""

@@ -39,7 +39,7 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(nested: Any, prefix: str = "") -> dict[str, Any]:
-    """The inverse of `nest`; lists are compared as a whole."""
+    """The inverse of `nest`; lists are leaves."""
     if not isinstance(nested, Mapping):
         return {prefix: nested}
     flat: dict[str, Any] = {}

@@ -1,17 +1,16 @@
-"""Digests of arrays, on the devices: 64 bits that do not depend on how one is stored.
+"""Digests of arrays, on the devices: 64 bits that do not depend on sharding or layout.
 
 The digest of an array with the elements x[i], i in C order, is a pair of sums
 
     sum_i a(i),  sum_i a(i) w(i)  mod 2^32,  a(i) = mix(bits(x[i]) ^ mix(i)),  w(i) odd.
 
-`mix` and the product with an odd number are bijections, so one changed element of up to
-32 bits always changes both sums; of other changes one in about 2^63 is not seen. (Sums
-of bits times w(i) would not see two numbers change sign: 2^31 times an even number.)
+`mix` and multiplication by an odd number are bijections, so one changed element of up
+to 32 bits always changes both sums; of other changes one in about 2^63 goes undetected.
+(Sums of bits times w(i) would miss two sign changes: 2^31 times an even number.)
 
-Sums of integers are exact in any order: each device adds up what it holds, reading it
-once, and the result is the same on every mesh. Layers that are stored for the stages of
-a pipeline have the indices that they have in the plain stack, and zeros at a place
-without a layer add nothing.
+Sums of integers are exact in any order: each device sums its shards, reading them once,
+and the result is the same on every mesh. Layers that are stored for pipeline stages
+have the indices of the plain stack, and zeros at empty places add nothing.
 """
 
 import dataclasses
@@ -32,27 +31,27 @@ from jaxscale.training.checkpoint.array_names import named_leaves
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Digest:
-    """The digest of an array, and which of its replicas have another."""
+    """The digest of an array, and the replicas with another digest."""
 
     value: str
-    """16 hexadecimal digits, those of the replica that a checkpoint holds."""
+    """16 hexadecimal digits, of the replica that a checkpoint saves."""
     odd: tuple[Any, ...]
-    """Devices whose part is not that of most devices with a replica of it."""
+    """Devices whose shard differs from that of most of its replicas."""
     tied: bool = False
-    """Whether no part is that of most, so that some of `odd` may be right."""
+    """Whether there is no majority, so that some of `odd` may be right."""
 
 
 def digests(
     arrays: Mapping[str, Any], layers: Mapping[str, int] | None = None
 ) -> dict[str, Digest]:
-    """The digests of arrays, each made where it lies.
+    """The digests of arrays, each computed where the array is.
 
-    All processes must ask together, and get the same answer: they exchange 8 bytes for
-    each array and device.
+    All processes must call this together, and get the same result: they exchange 8
+    bytes per array and device.
 
     Args:
         arrays: Arrays of any type and sharding, by name.
-        layers: Number of layers of those that are stored [v, p, k, ...], for the
+        layers: Number of layers of arrays that are stored [v, p, k, ...], for the
             chunks and stages of a pipeline.
 
     Example:
@@ -85,31 +84,31 @@ def differing(found: Mapping[str, Digest]) -> str | None:
 
 
 class ReplicasDiffer(RuntimeError):
-    """A device holds other values than the others that hold the same array."""
+    """A device's replica of an array differs from the others."""
 
     def __init__(
         self, message: str, processes: Sequence[int] = (), *, sure: bool = True
     ) -> None:
         super().__init__(message)
         self.processes = tuple(processes)
-        """Processes of the devices that are named."""
+        """Processes of the named devices."""
         self.sure = sure
-        """False if some of them may be right, since there is no majority."""
+        """False if some of them may be right, for lack of a majority."""
 
 
 def check_replicas(tree: Any) -> None:
     """Compare the replicas of each array of a pytree, on the devices.
 
-    What several devices hold alike they compute alike, so a device that computes wrong
-    values is told by its replicas. All processes must ask together, and wait for the
-    arrays. An array that is split over all devices has no replicas.
+    Replicas are computed in the same way, so a device that computes wrong values shows
+    in its replicas. All processes must call this together, and wait for the arrays. An
+    array that is split over all devices has no replicas.
 
     Args:
         tree: Any pytree of arrays, for example a `TrainState`.
 
     Raises:
-        ReplicasDiffer: replicas differ; the message names the devices whose are not as
-            those of most. Of two neither can be told, and both are named.
+        ReplicasDiffer: replicas differ; the message names the devices that differ from
+            the majority. With two replicas there is none, and both are named.
     """
     found = digests(named_leaves(tree))
     if text := differing(found):
@@ -123,7 +122,7 @@ def check_replicas(tree: Any) -> None:
 
 
 def _placed(x: Any) -> Array:
-    """`x` on a mesh, of a single device if it was on none."""
+    """`x` on a mesh, of a single device if it had none."""
     x = jnp.asarray(x)
     if isinstance(x.sharding, NamedSharding):
         return x
@@ -136,10 +135,10 @@ def _placed(x: Any) -> Array:
 def _parts(
     placed: Mapping[str, Array], layers: Mapping[str, int]
 ) -> dict[str, np.ndarray]:
-    """[devices, 2] of each array: the sums of each device over what it holds.
+    """[devices, 2] of each array: the sums of each device over its shards.
 
-    Devices exchange those of all arrays of a mesh together. A program for each array
-    would be many that wait for other devices at one time, for which CPUs may lack
+    Devices exchange the sums of all arrays of a mesh together. With one program per
+    array, many would wait for other devices at the same time, for which CPUs may lack
     threads.
     """
     by_mesh: dict[Mesh, list[str]] = {}
@@ -160,7 +159,7 @@ def _parts(
 
 @functools.cache
 def _gathering(mesh: Mesh) -> Callable[..., UInt32[Array, "arrays devices 2"]]:
-    """The program that gives all devices the parts of some arrays."""
+    """The program that all-gathers the parts of some arrays."""
 
     def gather(*parts: Array) -> Array:
         return jax.lax.all_gather(jnp.stack(parts), mesh.axis_names, axis=1, tiled=True)
@@ -246,7 +245,7 @@ def _summing(
 def _first_indices(
     shape: tuple[int, ...], num_layers: int | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """What an index begins with, and where there is no layer if that is somewhere.
+    """The start of each leading index, and the empty places, if any.
 
     An array of layers [v, p, k, ...] has a table [v, p, k] of each; others have 0.
     """
@@ -295,7 +294,7 @@ def _words(x: Array) -> UInt32[Array, "... n"]:
 
 
 def _mix(x: Array) -> Array:
-    """A bijection of 32 bits in which each bit hangs on all (Mueller's hash)."""
+    """A bijection of 32 bits in which each bit depends on all (Mueller's hash)."""
     for factor in (0x45D9F3B, 0x45D9F3B):
         x = (x ^ (x >> np.uint32(16))) * np.uint32(factor)
     return x ^ (x >> np.uint32(16))

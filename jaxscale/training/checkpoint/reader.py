@@ -1,4 +1,4 @@
-"""Reading of checkpoints: what a process finds in one, checked against its record."""
+"""Reading of checkpoints, verified against their records."""
 
 import collections
 import contextlib
@@ -32,9 +32,9 @@ from jaxscale.training.checkpoint.vocabulary_moves import VocabularyMove
 logger = logging.getLogger("jaxscale.training")
 
 SCHEDULE_STEPS = "schedule_steps"
-"""Name in the settings of a checkpoint, of which a run may name another value."""
+"""Key in the settings of a checkpoint that a run may change."""
 HEAD = "head"
-"""Name of the head of an encoder in these settings."""
+"""Key of an encoder's head in these settings."""
 _DESCRIBES_MODEL = ("model", "lora", HEAD)
 
 
@@ -43,23 +43,23 @@ type Move = StackMove | VocabularyMove
 
 @dataclasses.dataclass(kw_only=True)
 class Found:
-    """What was read from a checkpoint, as it was saved."""
+    """The contents of a checkpoint, as they were saved."""
 
     step: int
     record: CheckpointRecord | None
-    """None for a checkpoint of a version that made none."""
+    """None for a checkpoint of a version without digests."""
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The small item that was asked for."""
+    """The requested small item."""
     arrays: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """By name; at first only what this process has read."""
+    """Arrays by name; at first only what this process has read."""
     wanted: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
-    """Shape, type and place that they get by `CheckpointReader.verify`."""
+    """Shape, type and sharding after `CheckpointReader.verify`."""
     moves: Mapping[str, Move] = dataclasses.field(default_factory=dict)
-    """How arrays come to shapes that they were not saved in."""
+    """Moves of arrays to shapes other than the saved ones."""
 
 
 class CheckpointReader:
-    """Reads the checkpoints of a directory.
+    """A reader for the checkpoints of a directory.
 
     Damage is a `DamagedCheckpoint` whose message names step, directory and reason.
     """
@@ -67,12 +67,12 @@ class CheckpointReader:
     def __init__(
         self, directory: Path, manager: Any, config: Mapping[str, Any]
     ) -> None:
-        """Begin to read.
+        """Set up the reader.
 
         Args:
             directory: Directory of the checkpoints.
             manager: Orbax's manager of this directory.
-            config: Settings of the run that reads.
+            config: Settings of the reading run.
         """
         self._directory = directory
         self._manager = manager
@@ -82,10 +82,10 @@ class CheckpointReader:
     def items(
         self, step: int, *items: str
     ) -> tuple[CheckpointRecord | None, dict[str, Any]]:
-        """The record of a checkpoint, if it has one, and small items, checked.
+        """The record of a checkpoint, if it has one, and small items, verified.
 
         Raises:
-            DamagedCheckpoint: they cannot be read, or are not what was saved.
+            DamagedCheckpoint: they cannot be read, or differ from what was saved.
         """
         checkpoint = self._directory / str(step)
         is_recorded = (checkpoint / RECORD).is_dir()
@@ -105,10 +105,10 @@ class CheckpointReader:
         return record, found
 
     def verify(self, found: Found) -> None:
-        """Give all processes what each has read, and compare it with what was saved.
+        """Share what each process has read, and verify it.
 
         Raises:
-            DamagedCheckpoint: it is not that.
+            DamagedCheckpoint: it differs from what was saved.
         """
         with self._reading(found.step):
             mine = json.dumps(found.record and found.record.to_json()["checksum"])
@@ -141,7 +141,7 @@ class CheckpointReader:
             ) from error
 
     def check_config(self, step: int, saved: Mapping[str, Any]) -> None:
-        """Compare the settings of a checkpoint with those of the run that reads.
+        """Compare the settings of a checkpoint with those of the reading run.
 
         Raises:
             CheckpointDiffers: they differ.
@@ -153,7 +153,7 @@ class CheckpointReader:
             )
 
     def check_model(self, step: int, saved: Mapping[str, Any]) -> None:
-        """Compare what decides the outputs of a model with the settings of its run.
+        """Compare the settings that decide a model's outputs with those of its run.
 
         Raises:
             CheckpointDiffers: they differ.
@@ -169,7 +169,7 @@ class CheckpointReader:
     def _differences(
         self, saved: Mapping[str, Any], names: Collection[str]
     ) -> list[str]:
-        """The settings of some names that are not those of a checkpoint, in words."""
+        """The settings that differ from those of a checkpoint, in words."""
         names = {*names} - {SCHEDULE_STEPS}
         if HEAD not in saved:  # an older version did not save it
             names -= {HEAD}
@@ -200,12 +200,12 @@ class CheckpointReader:
             step: Step of the checkpoint.
             record: What was saved.
             config: The settings of the run that saved it.
-            data: A small item to go with them.
-            prefix: What the names of the arrays in the checkpoint begin with.
+            data: A small item to return with them.
+            prefix: Prefix of the names of the arrays in the checkpoint.
 
         Raises:
             DamagedCheckpoint: they cannot be read.
-            ValueError: they are others than those of `target`.
+            ValueError: they are not the arrays of `target`.
         """
         wanted = {
             prefix + name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
@@ -239,7 +239,7 @@ class CheckpointReader:
     def _read(
         self, step: int, arrays: Mapping[str, jax.ShapeDtypeStruct], *, is_all: bool
     ) -> dict[str, Any]:
-        """Some or all arrays of a checkpoint, in the shapes and types of its own."""
+        """Some or all arrays of a checkpoint, in its own shapes and types."""
         if not arrays:
             return {}
         ocp, abstract = self._orbax, nest(arrays)
@@ -274,7 +274,7 @@ class CheckpointReader:
             }
 
     def placed[S](self, target: S, found: Found, *, prefix: str = "") -> S:
-        """The arrays as `target` wants them."""
+        """The arrays with the shapes and types of `target`."""
         leaves = []
         for name, want in named_leaves(target).items():
             x = found.arrays.pop(prefix + name)
@@ -317,10 +317,10 @@ def _moves(
     prefix: str,
     model: Any,
 ) -> dict[str, Move]:
-    """How arrays come over that were saved for another mesh.
+    """Moves of arrays that were saved for another mesh.
 
-    They are stacks for other stages of a pipeline, and tables of a vocabulary with
-    other rows of padding.
+    These are stacks for other pipeline stages, and vocabulary tables with another
+    padding.
     """
     model = model if isinstance(model, Mapping) else {}
     num_layers, vocab_size = model.get("num_layers"), model.get("vocab_size")
@@ -343,7 +343,7 @@ def _moves(
 
 
 def _cast(x: jax.Array, want: Any) -> jax.Array:
-    """`x` in the wanted type, where it should be."""
+    """`x` with the wanted type and sharding."""
 
     def cast(x: jax.Array) -> jax.Array:
         return jax.device_put(x, jax.memory.Space.Device).astype(want.dtype)
@@ -352,13 +352,13 @@ def _cast(x: jax.Array, want: Any) -> jax.Array:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in a line."""
+    """The message of an error, in one line."""
     text = error.strerror if isinstance(error, OSError) else None
     return (text or str(error)).partition("\n")[0][:100]
 
 
 def require_orbax() -> ModuleType:
-    """Orbax.
+    """Import Orbax.
 
     Raises:
         ImportError: it is not installed.

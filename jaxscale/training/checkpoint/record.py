@@ -1,4 +1,4 @@
-"""What a checkpoint was saved with, by which it is checked when it is read."""
+"""The record of a checkpoint: digests and checksums that verify it when it is read."""
 
 import dataclasses
 import hashlib
@@ -22,13 +22,13 @@ class ArrayRecord:
     """An array as it was saved."""
 
     shape: tuple[int, ...]
-    """Its shape."""
+    """Shape."""
     dtype: str
-    """Its type."""
+    """Type."""
     digest: str
-    """Its digest; see `jaxscale.training.checkpoint.digest`."""
+    """Digest; see `jaxscale.training.checkpoint.digest`."""
     layers: int | None = None
-    """The number of its layers if it is stored [v, p, k, ...]."""
+    """Number of layers if it is stored [v, p, k, ...]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,11 @@ class CheckpointRecord:
     """
 
     arrays: Mapping[str, ArrayRecord]
-    """By the name of the array."""
+    """Arrays by name."""
     items: Mapping[str, str]
-    """Checksums, by the name of the item."""
+    """Checksums of the other items, by name."""
     base: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Digests, by name, of arrays that are not saved but that these were trained on."""
+    """Digests, by name, of the base weights, which are not saved (LoRA)."""
 
     @classmethod
     def of(
@@ -62,12 +62,12 @@ class CheckpointRecord:
         base: Mapping[str, Any] = MappingProxyType({}),
         **items: Any,
     ) -> "CheckpointRecord":
-        """The record of a state; all processes must make it together.
+        """The record of a state; all processes must call this together.
 
         Args:
             arrays: The arrays by name.
-            layers: Number of layers of those that are stored [v, p, k, ...].
-            base: Arrays that are not saved but that these were trained on.
+            layers: Number of layers of arrays that are stored [v, p, k, ...].
+            base: Base weights, which are not saved.
             items: The other items, as JSON.
         """
         found = digests(arrays, layers)
@@ -97,10 +97,10 @@ class CheckpointRecord:
 
     @classmethod
     def from_json(cls, content: Any) -> "CheckpointRecord":
-        """The record of `to_json`.
+        """Parse the record of `to_json`.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: the record is damaged.
         """
         given = dict(content)
         if given.pop("checksum", None) != _checksum(given):
@@ -117,22 +117,22 @@ class CheckpointRecord:
         return {name: x.layers for name, x in self.arrays.items() if x.layers}
 
     def check_item(self, name: str, content: Any) -> None:
-        """Check an item other than the arrays.
+        """Verify an item other than the arrays.
 
         Raises:
-            ValueError: it is not what was saved.
+            ValueError: the item differs from what was saved.
         """
         if self.items[name] != _checksum(content):
             raise ValueError(f"the checksum of {name} differs")
 
     def check_arrays(self, arrays: Mapping[str, Any]) -> None:
-        """Check arrays as they were read; all processes must do it together.
+        """Verify arrays as they were read; all processes must call this together.
 
         Args:
             arrays: Some or all, in the shape and type that they were saved in.
 
         Raises:
-            ValueError: some are not what was saved.
+            ValueError: some differ from what was saved.
         """
         found = digests(arrays, self.layers)
         wrong = [
@@ -145,10 +145,10 @@ class CheckpointRecord:
             raise ValueError(f"the digest of {wrong[0]}{more} differs")
 
     def differing_base(self, base: Mapping[str, Any]) -> list[str]:
-        """The names of arrays that are not those that the saved ones were trained on.
+        """The names of base weights that differ from those of the saved adapters.
 
-        All processes must ask together. A checkpoint of an older version, which noted
-        none, has no such names.
+        All processes must call this together. It is empty for checkpoints of older
+        versions, which recorded no base weights.
 
         Args:
             base: The arrays by name.
@@ -161,7 +161,7 @@ class CheckpointRecord:
 
 
 def _stored(x: Any) -> Any:
-    """What is on disk of an array: random keys are stored as their bits."""
+    """The stored form of an array: random keys are stored as their bits."""
     x = jnp.asarray(x)
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(x) if is_key else x

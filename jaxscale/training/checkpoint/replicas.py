@@ -1,11 +1,11 @@
-"""Arrays that several processes hold alike are read by one, and go over the devices.
+"""Replicated arrays are read once, and broadcast over the devices.
 
-Of a replicated array each process would read all: a thousand times the same bytes from
-a disk that all share. Here one replica of each array is read, by the processes that
-hold it, and reaches the others by a sum of bits in which theirs are zeros, so that no
-number changes. Arrays take turns in the replica that is read: the processes share the
-work. (Orbax's `SingleReplicaArrayHandler` reads all of them in one process, adds up
-floats, and wants a mesh in which no process holds devices of two replicas.)
+Otherwise each process would read all of a replicated array: a thousand times the same
+bytes from a shared disk. Here one replica of each array is read, by the processes that
+hold it, and broadcast as a bitwise sum in which the others are zeros, so that no value
+changes. Arrays take turns in the replica that is read, so the processes share the work.
+(Orbax's `SingleReplicaArrayHandler` reads all of them in one process, sums floats, and
+needs a mesh in which no process holds devices of two replicas.)
 """
 
 import functools
@@ -22,11 +22,11 @@ from jaxscale.sharding.rules import as_tuple
 
 
 def reading_place(place: Any, turn: int) -> Any:
-    """Where an array is read that is wanted at `place`: there, or on one replica.
+    """Sharding to read an array at: `place` itself, or one replica of it.
 
     Args:
-        place: The sharding that is wanted.
-        turn: Replicas take turns by this number.
+        place: The wanted sharding.
+        turn: Number that selects the replica, in turn.
     """
     axes = _replica_axes(place)
     if not axes:
@@ -49,11 +49,11 @@ def is_read_here(place: Any) -> bool:
 
 
 def spread(x: Array | None, wanted: jax.ShapeDtypeStruct) -> Array:
-    """The array of which one replica was read, on all devices; all processes must come.
+    """Broadcast an array of which one replica was read; all processes must call this.
 
     Args:
-        x: It as it was read at its `reading_place`; None where that is elsewhere.
-        wanted: Its shape, type and place.
+        x: The array as read at its `reading_place`; None on other processes.
+        wanted: Its shape, type and sharding.
     """
     place: Any = wanted.sharding
     axes = _replica_axes(place)
@@ -63,7 +63,7 @@ def spread(x: Array | None, wanted: jax.ShapeDtypeStruct) -> Array:
     mesh, spec = place.mesh, place.spec
     shape = place.shard_shape(wanted.shape)
     read = {} if x is None else {s.device: s.data for s in x.addressable_shards}
-    # No operation on the part of one device: the caller may have set the whole mesh.
+    # No operation on a single device's shard: the caller may have set the whole mesh.
     parts = [
         read[device]
         if device in read
@@ -73,7 +73,7 @@ def spread(x: Array | None, wanted: jax.ShapeDtypeStruct) -> Array:
     apart = jax.make_array_from_single_device_arrays(
         wanted.shape, NamedSharding(mesh, spec), parts
     )
-    # Its replicas differ, which only a program that sees each of them may know.
+    # Its replicas differ, so the program must see each of them separately.
     add = jax.shard_map(
         functools.partial(_sum_of_bits, axes=axes),
         mesh=mesh,
@@ -86,7 +86,7 @@ def spread(x: Array | None, wanted: jax.ShapeDtypeStruct) -> Array:
 
 
 def _replica_axes(place: Any) -> tuple[str, ...]:
-    """The axes of a mesh along which other processes hold the same."""
+    """The mesh axes along which other processes hold replicas."""
     if jax.process_count() == 1 or not isinstance(place, NamedSharding):
         return ()
     mesh: Any = place.mesh
@@ -102,7 +102,7 @@ def _replica_axes(place: Any) -> tuple[str, ...]:
 
 
 def _sum_of_bits(x: Array, axes: tuple[str, ...]) -> Array:
-    """The sum over replicas of which all but one are zeros, bit for bit."""
+    """The bitwise sum over replicas, all but one of which are zeros."""
     dtype = x.dtype
     if dtype == jnp.bool_:
         return jax.lax.psum(x.astype(jnp.uint8), axes).astype(jnp.bool_)

@@ -1,4 +1,4 @@
-"""Stacks of layers that a checkpoint holds for other stages of a pipeline."""
+"""Conversion of stacks of layers that were saved for other pipeline stages."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from jaxscale.sharding.rules import STACK_AXES, as_tuple
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackMove:
-    """How an array of layers goes from the layout of a checkpoint to a wanted one."""
+    """The conversion of an array of layers to the wanted layout."""
 
     saved: jax.ShapeDtypeStruct
-    """The array as it is read."""
+    """The array as read."""
     wanted: jax.ShapeDtypeStruct
-    """The array as it should be."""
+    """The array as wanted."""
     num_layers: int
     """Layers of the model."""
     inner: int
@@ -35,11 +35,11 @@ class StackMove:
         lead: int,
         num_layers: int | None,
     ) -> "StackMove | None":
-        """The move, or None where the shapes are not those of the same layers.
+        """The conversion, or None if the shapes do not match the same layers.
 
         Args:
             saved: Shape in the checkpoint.
-            wanted: The array as it should be.
+            wanted: The array as wanted.
             lead: Dimensions of layers that `wanted` has.
             num_layers: Layers of the model, if known.
         """
@@ -65,7 +65,7 @@ class StackMove:
         )
 
     def __call__(self, x: Array) -> Array:
-        """The array, moved."""
+        """Convert the array."""
         return jax.jit(self._moved, out_shardings=self.wanted.sharding)(x)
 
     def _moved(self, x: Array) -> Array:
@@ -94,7 +94,7 @@ def stack_ranks(tree: Any) -> Mapping[str, int]:
 
 
 def _places(shape: tuple[int, ...], num_layers: int) -> tuple[int, ...] | None:
-    """The leading shape of so many layers in as many chunks and stages as `shape`."""
+    """The leading shape of `num_layers` layers in the chunks and stages of `shape`."""
     try:
         return StackLayout.of_array(shape, num_layers).places.shape
     except ValueError:
@@ -102,7 +102,7 @@ def _places(shape: tuple[int, ...], num_layers: int) -> tuple[int, ...] | None:
 
 
 def _place(sharding: Any, lead: int, saved: tuple[int, ...]) -> Any:
-    """Where to read an array whose layers lie in `saved`, of one that lies as wanted.
+    """Sharding to read an array with the layout `saved`, given the wanted one.
 
     Layers are split over the same mesh axes if they divide.
     """

@@ -1,4 +1,4 @@
-"""Which checkpoints a directory holds, and which of them all processes can read."""
+"""The checkpoints of a directory, and which of them all processes can read."""
 
 import errno
 import json
@@ -16,25 +16,25 @@ from jax.experimental import multihost_utils
 ITEMS = ("state", "data", "config")
 """The directories that each checkpoint has."""
 RECORD = "digests"
-"""The directory by which these are checked; checkpoints of older versions lack it."""
+"""The directory with the digests; checkpoints of older versions lack it."""
 _METADATA = "_CHECKPOINT_METADATA"
 """The file in which Orbax names the items of a checkpoint."""
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint does not hold what was saved; its message names it."""
+    """A checkpoint differs from what was saved; the message names it."""
 
 
 class CheckpointDiffers(ValueError):
-    """A checkpoint is of other settings or weights; its message names them."""
+    """A checkpoint has other settings or weights; the message names them."""
 
 
 class CheckpointNotWritten(OSError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; earlier ones are unchanged."""
 
 
 def complete_steps(directory: str | os.PathLike[str]) -> list[int]:
-    """The steps of which there is a checkpoint with all its items, oldest first.
+    """The steps that have a complete checkpoint, oldest first.
 
     Args:
         directory: Directory of the checkpoints; it need not exist.
@@ -48,10 +48,10 @@ def complete_steps(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def was_recorded(checkpoint: Path) -> bool:
-    """Whether a checkpoint was saved with digests, by what it says of itself.
+    """Whether a checkpoint was saved with digests, by its metadata.
 
-    One of an older version names its other items. One that names nothing any more has
-    lost a file that each has, and is no better than one that has lost its digests.
+    An older version lists its other items. A checkpoint that lists none has lost a file
+    that every version has, and counts as one that has lost its digests.
     """
     try:
         content = json.loads((checkpoint / _METADATA).read_text())
@@ -61,9 +61,9 @@ def was_recorded(checkpoint: Path) -> bool:
 
 
 def settings_of(checkpoint: Path) -> dict[str, Any] | None:
-    """The settings that a checkpoint was made with, unchecked; None is damaged.
+    """The settings that a checkpoint was made with, unverified; None if damaged.
 
-    A process reads them alone, where Orbax and `Checkpointer.config` would wait for the
+    A single process may read them; Orbax and `Checkpointer.config` would wait for the
     others.
     """
     try:
@@ -76,18 +76,18 @@ def settings_of(checkpoint: Path) -> dict[str, Any] | None:
 def set_aside_after(directory: str | os.PathLike[str], step: int) -> None:
     """Rename the checkpoints of later steps than `step`, ``12`` to ``12.aside``.
 
-    A run that is continued from `step` then writes its own.
+    A run that resumes from `step` then writes its own.
 
     Args:
         directory: Directory of the checkpoints; no `Checkpointer` may be writing to it.
-        step: The newest that stays.
+        step: The newest checkpoint that stays.
     """
     path = Path(directory)
     set_aside(path, {other for other in numbered(path) if other > step})
 
 
 def set_aside(directory: Path, steps: set[int]) -> None:
-    """Rename the checkpoints of these steps; all processes must come."""
+    """Rename the checkpoints of these steps; all processes must call this."""
     if jax.process_index() == 0:
         for step in steps:
             aside = directory / f"{step}.aside"
@@ -107,7 +107,7 @@ def make_writable(directory: Path) -> None:
     """Make the directory of the checkpoints, if need be.
 
     Raises:
-        CheckpointNotWritten: it cannot be made or written to.
+        CheckpointNotWritten: the directory cannot be made or written to.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -121,17 +121,17 @@ def make_writable(directory: Path) -> None:
 
 
 def of_first(number: int) -> int:
-    """The number that process 0 gives."""
+    """Broadcast the number of process 0."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def on_all[R](read: Callable[[], R]) -> tuple[R | None, str | None]:
-    """What `read` finds, or why the first process that finds damage cannot read.
+    """The result of `read`, or the error of the first process that finds damage.
 
     Raises:
-        RuntimeError: another process ran into something other than damage.
+        RuntimeError: another process failed for another reason than damage.
     """
     result, error, text = None, None, ""
     try:

@@ -42,19 +42,19 @@ logger = logging.getLogger("jaxscale.training")
 
 
 class Checkpointer:
-    """Saves the state of a run in the background, and brings it back on any mesh.
+    """Save the state of a run in the background, and restore it on any mesh.
 
     A checkpoint is a directory named by its step with four items: ``state`` (arrays
     under the path of each parameter, so that it outlives changes of the code), ``data``
     (position of the data iterator), ``config`` (settings of the run) and ``digests``,
-    which the devices make of the arrays before the save, and again of what is read: a
-    changed byte on the way through host, network and disk is found. It becomes visible
-    by a rename when all of it is written: what a killed process leaves behind is
-    ignored, and removed when the next run opens the directory. Where the newest one
-    cannot be read or is not what was saved, the one before is taken, with a line on the
-    log; a directory that lacks one of the first three counts for nothing, one that has
-    lost its digests is damaged, and one of an older version, which made none, is taken
-    unchecked. Of several processes all take the same one, which each of them can read.
+    which the devices compute of the arrays before the save, and again after reading: a
+    byte that changes in host memory, network or disk is detected. It becomes visible by
+    a rename when it is complete: leftovers of a killed process are ignored, and removed
+    when the next run opens the directory. If the newest checkpoint cannot be read or
+    verified, the previous one is used, with a warning in the log; a directory that
+    lacks one of the first three items is ignored, one that has lost its digests counts
+    as damaged, and one of an older version without digests is used unverified. All
+    processes use the same checkpoint, which each of them can read.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -81,12 +81,11 @@ class Checkpointer:
 
         Args:
             directory: Directory for this run alone.
-            keep: Number of the newest checkpoints that are kept.
-            keep_every: Checkpoints at multiples of this step are kept for good.
+            keep: Number of newest checkpoints to keep.
+            keep_every: Checkpoints at multiples of this step are never deleted.
             config: Settings that decide what the run computes, as JSON. They are saved
                 with each checkpoint and compared when one is restored.
-            source: Where weights come from that are trained on but not saved, for
-                errors.
+            source: Where the unsaved base weights come from, for errors.
             read_only: Neither save nor clean up, for example beside a running job.
 
         Raises:
@@ -116,17 +115,17 @@ class Checkpointer:
             preserve.append(policies.EveryNSteps(keep_every))
         self._policy = policies.AnyPreservationPolicy(preserve)
         self._failed: list[BaseException] = []
-        """What a save in the background has run into, and its meeting may hide."""
+        """The error of a background save, which its barrier may hide."""
         self._is_behind = False
-        """Whether it is not known yet how the last save has ended."""
+        """Whether the result of the last save is still unknown."""
         self._will_close = False
-        """Whether a ``with`` ends it, which a save in the background needs."""
+        """Whether it is used in a ``with``, which background saves need."""
         self._open()
 
     def _open(self) -> None:
-        """Have Orbax count the checkpoints, by their directories alone.
+        """Have Orbax list the checkpoints, by their directories only.
 
-        One with a damaged file would keep it from opening, and so from any other.
+        A damaged file in one would otherwise prevent it from opening any.
         """
         ocp = self._orbax
         handlers = {item: ocp.JsonCheckpointHandler() for item in (*ITEMS, RECORD)}
@@ -151,8 +150,9 @@ class Checkpointer:
             cleanup_tmp_directories=not self._read_only,
         )
         if jax.process_count() > 1:
-            # Orbax ends each restore with a meeting of all processes, to which one that
-            # cannot read would not come. Each reads alone; what is taken, they agree.
+            # Orbax ends each restore with a barrier of all processes, which one that
+            # cannot read would not reach. Each reads alone; then they agree on a
+            # checkpoint.
             me = jax.process_index()
             self._reading_manager = manager(
                 create=False,
@@ -175,11 +175,11 @@ class Checkpointer:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of which there is a complete checkpoint, oldest first."""
+        """The steps that have a complete checkpoint, oldest first."""
         return complete_steps(self.directory)
 
     def newest(self) -> int | None:
-        """The newest of `steps`, as process 0 sees them; all processes must ask."""
+        """The newest of process 0's `steps`; all processes must call this."""
         newest = of_first(max(self.steps, default=-1))
         return None if newest < 0 else newest
 
@@ -194,21 +194,21 @@ class Checkpointer:
         """Copy `state` to the host and write it in the background.
 
         Outside of a ``with`` it returns when everything is on disk: a script that ends
-        without `close` stops the threads that write. The arrays may be donated once
-        this returns. A step that is there already is left as it is. What goes wrong
-        later is raised by `check`, the next save, `wait` or `close`.
+        without `close` stops the writing threads. The arrays may be donated once this
+        returns. An existing step is left as it is. Later errors are raised by `check`,
+        the next save, `wait` or `close`.
 
         Args:
             step: Name of the checkpoint.
             state: Any pytree of arrays, for example a `TrainState`.
             data_state: Position of the data iterator, as JSON.
-            base: A pytree of arrays that are not saved, such as the weights that
-                adapters are trained on; their digests are, for `restore` to compare.
+            base: A pytree of arrays that are not saved, such as the base weights of
+                adapters; only their digests are, for `restore` to compare.
 
         Raises:
             ValueError: the directory was opened with `read_only`.
-            CheckpointNotWritten: this or the one before could not be; older ones are as
-                they were.
+            CheckpointNotWritten: this or the previous one could not be written; older
+                ones are unchanged.
         """
         if self._read_only:
             raise ValueError(
@@ -250,13 +250,13 @@ class Checkpointer:
         Args:
             target: Arrays or `jax.ShapeDtypeStruct` with the wanted structure, types
                 and shardings, on whatever mesh.
-            step: Step of the checkpoint, of which no other takes the place; None is the
-                newest that can be read.
-            base: What `save` was given; None compares nothing.
+            step: Step of the checkpoint, without a fallback; None is the newest
+                readable one.
+            base: As for `save`; None compares nothing.
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
-            DamagedCheckpoint: that of `step`, or every one, cannot be read.
+            DamagedCheckpoint: the checkpoint of `step`, or every one, cannot be read.
             ValueError: the settings of the run, the parameters or `base` differ; the
                 message names them.
         """
@@ -273,16 +273,16 @@ class Checkpointer:
     def restore_model[M](
         self, target: M, step: int | None = None, *, base: Any = None
     ) -> M:
-        """The model alone, without the optimizer, for evaluation and generation.
+        """Only the model, without the optimizer, for evaluation and generation.
 
         Args:
             target: Module with the wanted types and shardings, for example abstract.
-            step: Step of the checkpoint; None is the newest that can be read.
-            base: What `save` was given; None compares nothing.
+            step: Step of the checkpoint; None is the newest readable one.
+            base: As for `save`; None compares nothing.
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
-            DamagedCheckpoint: that of `step`, or every one, cannot be read.
+            DamagedCheckpoint: the checkpoint of `step`, or every one, cannot be read.
             ValueError: the parameters, `base`, or model, adapters or head in the
                 settings, if there are any, differ; the message names them.
         """
@@ -301,7 +301,7 @@ class Checkpointer:
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
-            DamagedCheckpoint: that of `step`, or every one, cannot be read.
+            DamagedCheckpoint: the checkpoint of `step`, or every one, cannot be read.
         """
 
         def read(step: int) -> Found:
@@ -317,15 +317,15 @@ class Checkpointer:
         self._open()
 
     def check(self) -> None:
-        """Raise what a save in the background has run into, without waiting for it.
+        """Raise the error of a background save, without waiting for it.
 
         Raises:
-            CheckpointNotWritten: older checkpoints are as they were.
+            CheckpointNotWritten: a save failed; older checkpoints are unchanged.
         """
         if not self._is_behind:
             return
         with self._writing():
-            # Of several processes one that cannot write would wait for the others.
+            # With several processes, one that cannot write would wait for the others.
             if self._failed:
                 error = self._failed[0]
                 self._failed.clear()
@@ -341,7 +341,7 @@ class Checkpointer:
         """Return when everything is on disk.
 
         Raises:
-            CheckpointNotWritten: older checkpoints are as they were.
+            CheckpointNotWritten: a save failed; older checkpoints are unchanged.
         """
         with self._writing():
             self._manager.wait_until_finished()
@@ -351,7 +351,7 @@ class Checkpointer:
         """Wait and release the threads.
 
         Raises:
-            CheckpointNotWritten: older checkpoints are as they were.
+            CheckpointNotWritten: a save failed; older checkpoints are unchanged.
         """
         with self._writing():
             self._manager.close()
@@ -359,9 +359,9 @@ class Checkpointer:
             self._reading_manager.close()
 
     def _newest(self, read: Callable[[int], Found], step: int | None) -> Found:
-        """What `read` finds in the checkpoint of `step`, or in the newest good one.
+        """The result of `read` for the checkpoint of `step`, or the newest good one.
 
-        All processes read the same one, which process 0 names, and take it if all can.
+        All processes read the same one, chosen by process 0, and use it if all can.
         """
         self.wait()  # for one that this process still writes
         steps = self.steps
@@ -382,7 +382,7 @@ class Checkpointer:
                 _, problem = on_all(functools.partial(self._reader.verify, found))
             if found is not None and problem is None:
                 return found
-            del found  # the room that its arrays take
+            del found  # frees the memory of its arrays
             if step is not None:
                 raise DamagedCheckpoint(problem)
             if jax.process_index() == 0:
@@ -393,10 +393,10 @@ class Checkpointer:
         )
 
     def _check_base(self, found: Found, base: Any) -> None:
-        """Compare what is not saved with what the checkpoint was trained on.
+        """Compare the base weights with those that the checkpoint was trained on.
 
         Raises:
-            CheckpointDiffers: it differs.
+            CheckpointDiffers: they differ.
         """
         if base is None or found.record is None:
             return
@@ -437,7 +437,7 @@ class Checkpointer:
 
 
 def _telling(handler: Any, failed: list[BaseException]) -> None:
-    """Have a handler of Orbax note what its writes run into, when they do."""
+    """Make a handler of Orbax record the errors of its writes, as they occur."""
     save = handler.async_save
 
     async def async_save(*args: Any, **options: Any) -> Any:
@@ -448,7 +448,7 @@ def _telling(handler: Any, failed: list[BaseException]) -> None:
 
 
 class _Told:
-    """A future of Orbax, whose error is noted."""
+    """A future of Orbax whose error is recorded."""
 
     def __init__(self, future: Any, failed: list[BaseException]) -> None:
         self._future, self._failed = future, failed

@@ -1,4 +1,4 @@
-"""Tables of the vocabulary that a checkpoint holds with other rows of padding."""
+"""Conversion of vocabulary tables that were saved with another padding."""
 
 import dataclasses
 
@@ -12,14 +12,14 @@ from jaxscale.sharding.rules import as_tuple
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VocabularyMove:
-    """How a table goes from the rows that one mesh has to those of another."""
+    """The conversion of a table from one mesh's padding to another's."""
 
     saved: jax.ShapeDtypeStruct
-    """The array as it is read."""
+    """The array as read."""
     wanted: jax.ShapeDtypeStruct
-    """The array as it should be."""
+    """The array as wanted."""
     dimension: int
-    """The one over the vocabulary."""
+    """The dimension over the vocabulary."""
 
     @classmethod
     def between(
@@ -29,12 +29,12 @@ class VocabularyMove:
         dimension: int,
         vocab_size: int | None,
     ) -> "VocabularyMove | None":
-        """The move, or None where the shapes differ in more than padding.
+        """The conversion, or None if the shapes differ in more than padding.
 
         Args:
             saved: Shape in the checkpoint.
-            wanted: The array as it should be.
-            dimension: The one over the vocabulary.
+            wanted: The array as wanted.
+            dimension: The dimension over the vocabulary.
             vocab_size: Tokens of the vocabulary, behind which there are zeros, if
                 known.
         """
@@ -52,7 +52,7 @@ class VocabularyMove:
         )
 
     def __call__(self, x: Array) -> Array:
-        """The array, moved."""
+        """Convert the array."""
 
         def moved(x: Array) -> Array:
             x = jax.device_put(x, jax.memory.Space.Device)
@@ -62,7 +62,7 @@ class VocabularyMove:
 
 
 def _place(sharding: object, dimension: int, size: int) -> object:
-    """Where to read a table, of one that lies as wanted: split if its rows divide."""
+    """Sharding to read a table, given the wanted one: split if its rows divide."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     entries = list(sharding.spec)

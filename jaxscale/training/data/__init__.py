@@ -1,1 +1,1 @@
-"""Text to batches: files, corpora, mixtures, packing of sequences into rows, labels."""
+"""Text to batches: files, corpora, mixtures, sequence packing, labels."""

@@ -1,8 +1,8 @@
-"""Text, split by document, and the flat token array that training reads.
+"""Documents, and the flat token array that training reads.
 
-A corpus is tokenized once. Its tokens then lie in one int32 array in which `offsets`
-tell the documents apart; with a cache directory that array is a memory-mapped file, so
-a process only reads the rows that it trains on.
+A corpus is tokenized once, into one int32 array in which `offsets` mark the documents;
+with a cache directory that array is a memory-mapped file, so a process only reads the
+tokens that it trains on.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from jaxscale.training.data.text_files import RECORD_SUFFIXES, read_texts
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".txt.gz", *RECORD_SUFFIXES)
 
-# What the standard library holds besides code worth reading: tests, applications,
-# tables that no person wrote, and packages that were installed next to it.
+# Parts of the standard library that are not worth reading: tests, applications,
+# generated tables, and packages that were installed next to it.
 _STDLIB_EXCLUDED = frozenset(
     {
         "__phello__",
@@ -53,7 +53,7 @@ _CACHE_FORMAT = b"2"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Document:
-    """One text and the name that it is split and reported by.
+    """One text and its name, by which it is split and reported.
 
     Example:
         >>> Document(name="a/readme.md", text="# A").name
@@ -73,14 +73,14 @@ def read_documents(
 ) -> list[Document]:
     """The texts of the UTF-8 files that `paths` name, sorted by name.
 
-    A plain file is one document. JSON lines and Parquet tables are one for each record,
-    whose name is that of the file with the line, as ``web.jsonl:17``.
+    A plain file is one document. JSON lines and Parquet tables have one per record,
+    named by file and line, as ``web.jsonl:17``.
 
     Args:
         paths: Files, directories (searched in depth) and glob patterns, in which ``**``
             stands for any number of directories.
-        suffixes: The endings of the files that a directory contributes; files named
-            directly or by a pattern may end as they like.
+        suffixes: Suffixes of the files that a directory contributes; files named
+            directly or by a pattern may have any.
         text_field: Field of a record that holds its text.
 
     Raises:
@@ -104,8 +104,8 @@ def find_files(
     """The files that `paths` name, each once, with the name of each.
 
     Args:
-        paths: As those of `read_documents`.
-        suffixes: The same.
+        paths: As for `read_documents`.
+        suffixes: As for `read_documents`.
 
     Raises:
         ValueError: a path matches nothing.
@@ -125,9 +125,9 @@ def read_sources(
     """The documents of each path; a file that two paths name belongs to the first.
 
     Args:
-        paths: As those of `read_documents`.
-        suffixes: The same.
-        text_field: The same.
+        paths: As for `read_documents`.
+        suffixes: As for `read_documents`.
+        text_field: As for `read_documents`.
 
     Raises:
         ValueError: as in `read_documents`, or a path adds no file.
@@ -210,13 +210,13 @@ def python_corpus() -> list[Document]:
 def split(
     documents: Sequence[Document], held_out_fraction: float
 ) -> tuple[list[Document], list[Document]]:
-    """Training and held-out documents, told apart by a hash of their names.
+    """Training and held-out documents, split by a hash of their names.
 
-    A document stays on its side when others come or go, on every machine.
+    A document stays on its side when others are added or removed, on every machine.
 
     Args:
         documents: The documents.
-        held_out_fraction: Share of the documents held out, about; 0 holds out none.
+        held_out_fraction: Approximate fraction of documents to hold out; 0 is none.
 
     Raises:
         ValueError: one side would be empty.
@@ -246,7 +246,7 @@ def split_sources(
 
     Args:
         sources: The documents of each source.
-        held_out_fraction: Share of all documents held out, as in `split`.
+        held_out_fraction: Fraction of all documents to hold out, as in `split`.
         names: Names of the sources.
 
     Raises:
@@ -293,9 +293,9 @@ class TokenCorpus:
     names: tuple[str, ...]
     """The name of each document."""
     fingerprint: str
-    """Equal for equal tokens; a saved position in one corpus is refused by another."""
+    """Equal for equal tokens; a saved position is only valid in the same corpus."""
     vocab_size: int
-    """One more than the largest token id: what a model must know to read it."""
+    """One more than the largest token id: the least vocabulary size of a model."""
 
     @classmethod
     def from_ids(
@@ -338,7 +338,7 @@ class TokenCorpus:
         return len(self.tokens)
 
     def save(self, directory: str | Path) -> None:
-        """Write the corpus to `directory`, which appears whole or not at all."""
+        """Write the corpus to `directory`, atomically."""
         target = Path(directory)
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
@@ -358,7 +358,7 @@ class TokenCorpus:
 
     @classmethod
     def load(cls, directory: str | Path) -> "TokenCorpus":
-        """The corpus that `save` wrote, its tokens mapped into memory, not read.
+        """The corpus that `save` wrote, with memory-mapped tokens.
 
         Raises:
             ValueError: an older version wrote it.
@@ -390,14 +390,14 @@ def tokenize(
     tokenizer: Tokenizer,
     cache_dir: str | Path | None = None,
 ) -> TokenCorpus:
-    """The tokens of `documents`, each between the tokens that begin and end a text.
+    """The tokens of `documents`, each with its beginning and end tokens.
 
     Args:
         documents: The documents.
-        tokenizer: Makes the ids. A token that it lacks is left out, and documents
-            begin with one only where its files say so (`Tokenizer.adds_bos`).
-        cache_dir: Directory where the result is kept and found by the texts and the
-            tokenizer; None keeps it in memory only.
+        tokenizer: The tokenizer. Missing control tokens are left out, and documents
+            begin with one only if its files say so (`Tokenizer.adds_bos`).
+        cache_dir: Cache directory, keyed by texts and tokenizer; None keeps the result
+            in memory only.
 
     Raises:
         ValueError: there is no document with text.

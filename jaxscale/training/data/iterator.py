@@ -1,4 +1,4 @@
-"""Walks through batches that are made ahead of time, from a position that was saved."""
+"""Iterators over prefetched batches, with positions that can be saved and restored."""
 
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -8,7 +8,7 @@ from jaxscale.checks import pip_install
 
 
 MAX_PREFETCH = 1000
-"""Most batches made ahead of time."""
+"""Maximum number of prefetched batches."""
 
 
 @runtime_checkable
@@ -26,19 +26,19 @@ class Source[B](Protocol):
 
 @runtime_checkable
 class Batches[B](Protocol):
-    """What a `BatchIterator` walks through."""
+    """The batches that a `BatchIterator` iterates over."""
 
     start: Mapping[str, int]
-    """The position before the first batch, by names under which it is saved."""
+    """The position before the first batch, as it is saved."""
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What a saved position is only good for."""
+        """The identity of the data, for which alone a saved position is valid."""
         ...
 
     @property
     def prefetch(self) -> int:
-        """Batches made ahead of time."""
+        """Number of prefetched batches."""
         ...
 
     def source(self, position: Mapping[str, int]) -> Source[B]:
@@ -46,12 +46,12 @@ class Batches[B](Protocol):
         ...
 
     def progress(self, position: Mapping[str, int]) -> dict[str, float]:
-        """How often the text was read until a position, for the metrics."""
+        """Epochs of the text until a position, for the metrics."""
         ...
 
 
 class BatchIterator[B](Iterator[B]):
-    """Walks through batches; its position can be saved and restored."""
+    """An iterator over batches, whose position can be saved and restored."""
 
     def __init__(self, batches: Batches[B]) -> None:
         """Begin with the first batch."""
@@ -62,20 +62,21 @@ class BatchIterator[B](Iterator[B]):
         return next(self._prefetched)
 
     def progress(self) -> dict[str, float]:
-        """How often the text was read so far, for the metrics."""
+        """Epochs of the text so far, for the metrics."""
         return self._batches.progress(self._place())
 
     def get_state(self) -> dict[str, Any]:
-        """The position, as a small dictionary that JSON can hold."""
+        """The position, as a small JSON-serializable dictionary."""
         return {**self._place(), **self._batches.identity}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `get_state` was called, bit for bit.
+        """Continue where `get_state` was called, with exactly the same batches.
 
-        The prefetching and the number of processes may have changed.
+        Prefetching and the number of processes may differ.
 
         Raises:
-            ValueError: the state is none, or comes from other data, packing or masking.
+            ValueError: the state is invalid, or comes from other data, packing or
+                masking.
         """
         for name, mine in self._batches.identity.items():
             if state.get(name) != mine:
@@ -114,9 +115,8 @@ def _saved_number(state: Mapping[str, Any], name: str) -> int:
 def _prefetched(source: Any, count: int) -> Any:
     """An iterator of Grain over `source`, which has a length and items.
 
-    Items are made on one thread, `count` of them before they are asked for; 0: none,
-    and no thread. Packing and the transfer to the devices are then done while the
-    devices compute an earlier step.
+    One thread prefetches `count` items; 0 uses no thread. Packing and the transfer to
+    the devices then overlap with the computation of an earlier step.
     """
     grain = _require_grain()
     options = grain.ReadOptions(num_threads=min(count, 1), prefetch_buffer_size=count)

@@ -1,6 +1,6 @@
 """Texts with labels, packed: classification of texts and of tokens.
 
-Axes: B rows, T tokens of a row, S sequences of a row, C labels.
+Axes: B packed rows, T tokens per row, S sequences per row, C labels.
 """
 
 import copy
@@ -32,33 +32,33 @@ from jaxscale.training.data.row_packing import spread
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabeledBatch:
-    """Packed rows of texts, and what each text or token should be called."""
+    """Packed rows of texts, and the label of each text or token."""
 
     tokens: Int[Array | np.ndarray, "B T"]
     """int32, token ids; 0 in the padding."""
     token_types: Int[Array | np.ndarray, "B T"]
-    """int32, which text of a pair each token belongs to."""
+    """int32, segment of each token, 0 or 1 for pairs."""
     cu_seqlens: Int[Array | np.ndarray, "B bounds"]
     """int32 [B, S+1], prefix sums of the lengths; the last value is repeated."""
     labels: Shaped[Array | np.ndarray, "B _ *C"]
-    """int32, of each sequence [B, S] or of each token [B, T]; or float32 [B, S, C], 1
-    for each label of a sequence, or its numbers."""
+    """int32 per sequence [B, S] or per token [B, T]; or float32 [B, S, C] with 1 for
+    each label of a sequence, or its regression targets."""
     loss_mask: Bool[Array | np.ndarray, "B _"]
-    """True for the labels that count."""
+    """True for labels that count in the loss."""
     num_labels: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """One more than the largest label of all batches, if that is known."""
+    """One more than the largest label of all batches, if known."""
     problem: Problem = dataclasses.field(
         default="single_label", metadata={"static": True}
     )
-    """What the labels are, as `HeadConfig.problem`."""
+    """Problem type of the labels, as `HeadConfig.problem`."""
 
 
 class LabeledBatches:
     """Batches of packed texts with labels; each `iter` starts at the first.
 
     Texts are shuffled in each epoch and packed into rows in that order; rows of padding
-    fill the last batch of an epoch. No text is split or left out. Each process makes
-    just the rows of its own devices.
+    fill the last batch of an epoch. No text is split or dropped. Each process makes
+    only the rows of its own devices.
 
     Example:
         >>> from jaxscale.models import Tokenizer
@@ -93,23 +93,23 @@ class LabeledBatches:
 
         Args:
             texts: Results of ``Tokenizer.encode_inputs``.
-            labels: The label of each text; or, for each text, one of each token, -1
-                where none counts. With "multi_label" the labels of each text, any
-                number of them; with "regression" its number, or its numbers.
-            problem: What the labels are, as `HeadConfig.problem`.
+            labels: The label of each text; or a label per token, -1 for tokens that do
+                not count. With "multi_label" any number of labels per text; with
+                "regression" one or several numbers per text.
+            problem: Problem type of the labels, as `HeadConfig.problem`.
             num_labels: C, labels of "multi_label"; None is one more than the largest.
-            seq_len: T, tokens of a row.
-            batch_size: B, rows of a batch.
-            max_sequences: S, most texts of a row.
-            seed: Decides the order of the texts.
+            seq_len: T, tokens per packed row.
+            batch_size: B, packed rows per batch.
+            max_sequences: S, maximum number of texts per row.
+            seed: Random seed of the order of the texts.
             sharding: Sharding of the rows of a batch; None: the default device.
             epochs: Passes over the texts, None for no end.
             shuffle: True shuffles texts, anew in each epoch.
-            prefetch: Batches made ahead of time on another thread, on the devices too;
-                0 makes each when asked.
+            prefetch: Number of batches to prefetch on another thread, onto the devices;
+                0 is off.
 
         Raises:
-            TypeError: a text is not encoded, or a label is not what `problem` says.
+            TypeError: a text is not encoded, or a label does not match `problem`.
             ValueError: labels do not fit the texts, a text is empty or longer than a
                 row, or the rows of a batch cannot be spread evenly.
         """
@@ -190,14 +190,14 @@ class LabeledBatches:
 
     @property
     def is_endless(self) -> bool:
-        """True if no pass over the texts is the last."""
+        """True if the number of epochs is unlimited."""
         return self.epochs is None
 
     def sample(self, count: int) -> "LabeledBatches":
-        """Return `count` batches of rows that are drawn evenly from all, always alike.
+        """Return `count` batches of evenly spaced rows, always the same.
 
         Args:
-            count: Batches, fewer than there are.
+            count: Number of batches, fewer than there are.
         """
         size = count * self.batch_size
 
@@ -223,12 +223,12 @@ class LabeledBatches:
         return BatchIterator(self)
 
     def __len__(self) -> int:
-        """Batches until the end; for endless ones a number that is never reached."""
+        """Number of batches; for endless ones a number that is never reached."""
         return len(_LocalBatches(self, 0, 0))
 
 
 class _LocalBatches:
-    """The source that Grain reads: batches of which this process makes its rows."""
+    """The source that Grain reads: this process's rows of the batches."""
 
     def __init__(self, batches: LabeledBatches, epoch: int, row: int) -> None:
         self._batches = batches
@@ -309,7 +309,7 @@ class _LocalBatches:
 def _targets(
     labels: Sequence[Any], problem: Problem, num_labels: int | None
 ) -> tuple[list[np.ndarray], int]:
-    """The array of each label, and how many labels there are."""
+    """The array of each label, and the number of labels."""
     if problem == "single_label":
         numbers = [np.asarray(label, np.int32) for label in labels]
         return numbers, 1 + max(int(label.max(initial=-1)) for label in numbers)
@@ -336,7 +336,7 @@ def _targets(
 
 
 def _check_types(i: int, text: Any, label: Any, problem: Problem) -> None:
-    """Stop at what would fail without a name, and at a number that would be rounded."""
+    """Raise for entries that would fail without a clear error, or be rounded."""
     if not isinstance(text, EncodedText):
         raise TypeError(
             f"texts[{i}] must be an EncodedText, got {text!r}; pass "

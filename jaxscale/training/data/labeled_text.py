@@ -26,13 +26,13 @@ class LabeledText:
     """Tokenized texts with the number of their label; made by `load_labeled`."""
 
     tokenizer: Tokenizer
-    """Encodes the texts; it keeps the length at which they were cut."""
+    """Tokenizer of the texts, with the length that they were truncated to."""
     labels: tuple[str, ...]
-    """Names of the labels, by their numbers; none where numbers are predicted."""
+    """Names of the labels, by number; empty for regression."""
     problem: Problem
-    """What the labels are, as `HeadConfig.problem`."""
+    """Problem type of the labels, as `HeadConfig.problem`."""
     num_labels: int
-    """C, how many labels, or numbers of a text."""
+    """C, number of labels, or of regression targets per text."""
     train: list[Example]
     """The texts to train on."""
     held_out: list[Example]
@@ -53,7 +53,7 @@ class LabeledText:
 
         Args:
             examples: `train` or `held_out`.
-            config: Row length, batch size, seed, prefetch.
+            config: Sequence length, batch size, seed, prefetch.
             **options: Further arguments of `LabeledBatches`.
         """
         return LabeledBatches(
@@ -73,10 +73,10 @@ class LabeledText:
 def load_labeled(config: DataConfig) -> LabeledText:
     """Read and tokenize the records of `config.paths`, and number their labels.
 
-    Records are held out by a hash of their file and line. Texts are cut at
-    ``config.seq_len`` tokens. Labels are numbered in their order: names by the
-    alphabet, integers by size. Lists of them are the labels of one text, and numbers
-    with a fraction, or lists of such, are to be predicted (`DataConfig.problem`).
+    Records are held out by a hash of their file and line. Texts are truncated to
+    ``config.seq_len`` tokens. Labels are numbered in sorted order: names
+    alphabetically, integers by value. Lists are several labels of one text, and numbers
+    with a fraction, or lists of them, are regression targets (`DataConfig.problem`).
 
     Args:
         config: Paths, the fields of text and label, and the tokenizer.
@@ -165,7 +165,7 @@ def _label(record: Mapping[str, Any], config: DataConfig, place: str) -> Label:
 
 
 def _problem(labels: list[Label]) -> Problem:
-    """What the labels are, by their types."""
+    """The problem type of the labels, by their Python types."""
     lists = [label for label in labels if isinstance(label, list)]
     parts = [part for label in lists for part in label] if lists else labels
     if any(isinstance(part, float) for part in parts):
@@ -176,7 +176,7 @@ def _problem(labels: list[Label]) -> Problem:
 def _answers(
     labels: list[Label], problem: Problem
 ) -> tuple[dict[Label, int], list[Any]]:
-    """The number of each name, and the answer of each text."""
+    """The number of each name, and the target of each text."""
     if problem == "single_label":
         for label in labels:
             if isinstance(label, list | float):

@@ -1,6 +1,6 @@
-"""Masked language modeling: which tokens are hidden.
+"""Masked language modeling: which tokens are masked.
 
-Axes: B rows, T tokens of a row, S sequences of a row.
+Axes: B packed rows, T tokens per row, S sequences per row.
 """
 
 import copy
@@ -30,13 +30,13 @@ class MaskingConfig:
     """
 
     probability: float = 0.15
-    """Share of the tokens that are to be guessed."""
+    """Fraction of tokens to predict."""
     mask_share: float = 0.8
-    """Share of these that become the mask token."""
+    """Fraction of these that become the mask token."""
     random_share: float = 0.1
-    """Share of these that become a random token; the rest stay as they are."""
+    """Fraction of these that become a random token; the rest stay unchanged."""
     seed: int = 0
-    """Decides all of it, with the number of the row."""
+    """Random seed, combined with the number of the row."""
 
     def __post_init__(self) -> None:
         for name in ("probability", "mask_share", "random_share"):
@@ -54,10 +54,10 @@ class MaskingConfig:
 
 
 class MaskedBatches:
-    """`PackedBatches` with some tokens hidden, other ones in each epoch.
+    """`PackedBatches` with some tokens masked, different ones in each epoch.
 
-    The choice depends on the seed and the number of the row alone, so a run that is
-    resumed, or spread over other devices, sees the same.
+    The choice depends only on the seed and the number of the row, so it is the same
+    when a run resumes or changes its devices.
 
     Example:
         >>> from jaxscale.training import DataConfig, TokenCorpus
@@ -86,12 +86,12 @@ class MaskedBatches:
 
         Args:
             batches: Packed text.
-            tokenizer: Tokenizer of that text; its control tokens are never hidden.
-            config: Choice of the tokens to hide.
+            tokenizer: Tokenizer of that text; its control tokens are never masked.
+            config: Choice of the tokens to mask.
 
         Raises:
             ValueError: the tokenizer has no mask token, or rows hold one sequence each,
-                whose padding an encoder would see.
+                whose padding an encoder would attend to.
         """
         if tokenizer.mask_id is None:
             raise ValueError(
@@ -118,14 +118,14 @@ class MaskedBatches:
 
     @property
     def is_endless(self) -> bool:
-        """True if no pass over the corpus is the last."""
+        """True if the number of epochs is unlimited."""
         return self.batches.is_endless
 
     def sample(self, count: int) -> "MaskedBatches":
-        """Return `count` batches of rows that are drawn evenly from all, always alike.
+        """Return `count` batches of evenly spaced rows, always the same.
 
         Args:
-            count: Batches, fewer than there are.
+            count: Number of batches, fewer than there are.
         """
         drawn = copy.copy(self)
         drawn.batches = self.batches.sample(count)
@@ -133,21 +133,21 @@ class MaskedBatches:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a saved position is only good for."""
+        """The identity of the data, for which alone a saved position is valid."""
         masking = dataclasses.asdict(self.config)
         return self.batches.identity | {"masking": masking}
 
     @property
     def prefetch(self) -> int:
-        """Batches made ahead of time."""
+        """Number of prefetched batches."""
         return self.batches.prefetch
 
     def source(self, position: Mapping[str, int]) -> Source[PackedBatch]:
-        """The batches from a position on, with nothing hidden yet."""
+        """The batches from a position on, before masking."""
         return self.batches.source(position)
 
     def progress(self, position: Mapping[str, int]) -> dict[str, float]:
-        """How often the text was read, as `PackedBatches` say it."""
+        """Epochs of the text, as for `PackedBatches`."""
         return self.batches.progress(position)
 
     def __iter__(self) -> "MaskedBatchIterator":
@@ -158,7 +158,7 @@ class MaskedBatches:
 
 
 class MaskedBatchIterator(BatchIterator[PackedBatch]):
-    """Walks through `MaskedBatches`; its position can be saved and restored."""
+    """An iterator over `MaskedBatches`, whose position can be saved and restored."""
 
     def __init__(self, masked: MaskedBatches) -> None:
         """Begin with the first batch."""
@@ -180,19 +180,19 @@ def hide_tokens(
     control_ids: tuple[int, ...],
     vocab_size: int,
 ) -> PackedBatch:
-    """`batch` with some tokens hidden, to be guessed.
+    """`batch` with some tokens masked, to be predicted.
 
     Args:
         batch: Packed rows, with ``cu_seqlens``; its targets are not read.
-        first_row: Number of the first row, which decides what is hidden in it.
-        config: Choice of the tokens to hide.
+        first_row: Number of the first row, on which the choice depends.
+        config: Choice of the tokens to mask.
         mask_id: The mask token.
-        control_ids: Tokens that are never hidden.
-        vocab_size: Random tokens are drawn from so many.
+        control_ids: Tokens that are never masked.
+        vocab_size: Range of the random tokens.
 
     Returns:
-        The rows as the model reads them; targets are the tokens as they were, and the
-        loss counts those that were chosen.
+        The masked rows; targets are the original tokens, and the loss counts the chosen
+        ones.
     """
     bounds = batch.cu_seqlens
     if bounds is None:

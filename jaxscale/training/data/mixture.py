@@ -1,7 +1,7 @@
-"""Several corpora as one text, each with a fixed share of the rows.
+"""A mixture of several corpora, each with a fixed share of the rows.
 
-Whose row comes next is decided by its number alone, by a fixed pattern that keeps every
-corpus close to its share at any point of the run. A position in the mixture is
+The corpus of a row depends only on the row's number, by a fixed pattern that keeps
+every corpus close to its share at any point of the run. A position in the mixture is
 therefore one integer, as in a single corpus.
 """
 
@@ -18,11 +18,11 @@ from jaxscale.training.data.corpus import TokenCorpus
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Corpora, and the share of the rows that comes from each.
+    """Corpora, and the share of rows of each.
 
-    Each is shuffled and repeated by itself, so a small one with a large weight is read
-    more often. A weight counts rows, and so tokens, except where documents are too
-    short to fill their rows.
+    Each is shuffled and repeated separately, so a small one with a large weight has
+    more epochs. A weight counts rows, and so tokens, unless documents are too short to
+    fill their rows.
 
     Raises:
         ValueError: there is no corpus, the weights are not as many or not positive and
@@ -37,11 +37,11 @@ class Mixture:
     """
 
     corpora: tuple[TokenCorpus, ...]
-    """The corpora; all of them by one tokenizer."""
+    """The corpora, all tokenized by the same tokenizer."""
     weights: tuple[float, ...]
     """The weight of each: its share, or any multiple of the shares."""
     names: tuple[str, ...] = ()
-    """Names for the metrics; none are numbers from 0."""
+    """Names for the metrics; by default numbers from 0."""
 
     def __post_init__(self) -> None:
         if not self.corpora:
@@ -60,7 +60,7 @@ class Mixture:
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
-        """The weights over their sum, exactly as they were written in decimals."""
+        """The normalized weights, as exact fractions."""
         exact = [Fraction(str(weight)) for weight in self.weights]
         return tuple(weight / sum(exact) for weight in exact)
 
@@ -111,12 +111,12 @@ def check_weights(weights: Sequence[float], names: Sequence[str], what: str) -> 
 
 
 class Turns:
-    """Whose turn it is, of several sources with given shares.
+    """The schedule of several sources with given shares.
 
-    The two lightest are joined until one is left, which gives a tree (Huffman's).
-    At each fork the rows that arrive go left and right as the pixels of a straight line
-    do: of the first n, round(n share) go to the heavier side. So any row is found by
-    walking down from its number, and no source is ever two rows away from its share.
+    The two lightest are joined until one is left, which gives a Huffman tree. At each
+    fork, of the first n rows round(n share) go to the heavier side (Bresenham). So any
+    row is found by descending from its number, and no source is ever two rows away from
+    its share.
 
     Example:
         >>> turns = Turns([Fraction(1, 2), Fraction(1, 3), Fraction(1, 6)])
@@ -174,7 +174,7 @@ class _Fork:
     left: "_Fork | _Leaf"
     right: "_Fork | _Leaf"
     share: Fraction
-    """Part of the rows that goes left."""
+    """Fraction of the rows that go left."""
 
     def to_left(self, rows: int) -> int:
         """How many of the first `rows` go left: rounded, halves up."""

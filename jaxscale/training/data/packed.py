@@ -1,16 +1,17 @@
-"""Rows of packed tokens, in an order that depends on nothing but the seed.
+"""Sequence packing of a corpus, in an order that depends only on the seed.
 
-Documents are shuffled, laid end to end and cut into rows of `seq_len` tokens; the rows
-are shuffled again, so that a batch does not hold neighboring pieces of one document.
-Nothing is dropped: a document that crosses the end of a row continues in another row,
-and the rows of one epoch are followed by those of the next.
+Documents are shuffled, concatenated and cut into packed rows of `seq_len` tokens; the
+rows are shuffled again, so that a batch does not hold neighboring pieces of one
+document. Nothing is dropped: a document that crosses the end of a row continues in
+another row, and the next epoch follows without a gap.
 
 Any row can be computed from its number alone. A position in the data is therefore one
-integer, whatever was prefetched; every process reads just the rows of its own devices;
-and the global batch is the same on any number of processes, so a run may be resumed on
-another number of them.
+integer, independent of prefetching; every process reads only the rows of its own
+devices; and the global batch is the same on any number of processes, so a run may
+resume on another number of them.
 
-Shape legend: B batch, T tokens of a row, S sequences (pieces of documents) in a row.
+Shape legend: B batch, T tokens per packed row, S sequences (pieces of documents) per
+row.
 """
 
 import copy
@@ -61,46 +62,47 @@ class DataConfig:
     text_field: str = "text"
     """Field of a JSON line, or column of a Parquet table, that holds the text."""
     pair_field: str | None = None
-    """Field of a second text, where labels are those of pairs."""
+    """Field of the second text, for labeled pairs."""
     label_field: str | None = None
-    """Field of the label of each text: a name or an integer, a list of them, or
-    numbers, as `problem` says. None is for text without labels."""
+    """Field of the label: a name or an integer, a list of them, or numbers, as
+    `problem` says. None is for text without labels."""
     problem: Problem | None = None
-    """What labels are: one of several, any number of them (``multi_label``), or numbers
-    to be predicted (``regression``). None tells by their types: lists are several
-    labels, numbers with a fraction are numbers, all else is one label."""
+    """Problem type of the labels: one of several (``single_label``), any number of them
+    (``multi_label``), or ``regression``. None infers it: lists are multi_label, numbers
+    with a fraction regression, everything else single_label."""
     weights: tuple[float, ...] = ()
-    """Shares of the rows that come from each of the paths, or any multiple of them: 7 3
-    is 0.7 0.3. Each path is then a source of its own, shuffled and repeated by itself.
-    None: the paths are one source, read as it is."""
+    """Mixture weights of the paths, in any unit: 7 3 is 0.7 0.3. Each path is then a
+    separate source, shuffled and repeated by itself. Empty: the paths are one
+    source."""
     suffixes: tuple[str, ...] = TEXT_SUFFIXES
-    """Endings of the files that a directory contributes."""
+    """Suffixes of the files that a directory contributes."""
     tokenizer: str | None = None
     """A tokenizer.json or a directory that holds one; None trains byte-level BPE on the
     training documents."""
     control_tokens: tuple[str, ...] = ("<|endoftext|>",)
     """Control tokens of a tokenizer that is trained here; see `Tokenizer.train`."""
     vocab_size: int = 2048
-    """Tokens that the model knows. A tokenizer trained here reaches this size; one from
-    a file must not exceed it."""
+    """Vocabulary size. A tokenizer trained here reaches this size; one from a file must
+    not exceed it."""
     seq_len: int = 256
-    """T, tokens of a row: the token budget that documents are packed into."""
+    """T, sequence length: the tokens per row that documents are packed into."""
     batch_size: int = 8
-    """B, rows of a batch over all processes."""
+    """B, global batch size, in rows of `seq_len` tokens."""
     max_sequences: int = 32
-    """S, most documents or pieces of documents in a row. Documents shorter than about
-    seq_len / max_sequences leave padding behind; 1 gives each row to one document, for
-    which attention has the faster kernels. A row holds no more pieces than tokens, so
-    numbers above seq_len + 1 change nothing."""
+    """S, maximum number of documents or pieces of documents packed into a row.
+    Documents shorter than about seq_len / max_sequences leave padding; 1 turns sequence
+    packing off, for which attention has faster kernels. Values above seq_len + 1 have
+    no further effect."""
     seed: int = 0
-    """Decides the order of documents and rows."""
+    """Random seed of the order of documents and rows."""
     held_out_fraction: float = 0.05
-    """Share of the documents kept for evaluation, chosen by a hash of their names."""
+    """Fraction of the documents held out for evaluation, chosen by a hash of their
+    names."""
     prefetch: int = 2
-    """Batches made ahead of time on another thread, on the devices too; 1,000 at most.
-    0 makes each when asked."""
+    """Number of batches to prefetch on another thread, onto the devices; at most 1,000.
+    0 is off."""
     cache_dir: str | None = None
-    """Directory that keeps the tokenized text for the next run; None: memory only."""
+    """Directory that caches the tokenized text for the next run; None: memory only."""
 
     def __post_init__(self) -> None:
         """Check the settings that need no files."""
@@ -143,7 +145,7 @@ class TextData:
     """Tokenized text, ready to be batched; made by `load_text`."""
 
     tokenizer: Tokenizer
-    """Encodes and decodes the text."""
+    """Tokenizer of the text."""
     train: TokenCorpus | Mixture
     """The documents to train on."""
     held_out: TokenCorpus | None
@@ -158,7 +160,7 @@ class TextData:
 def load_text(config: DataConfig) -> TextData:
     """Find, split and tokenize the text of `config`.
 
-    Held-out documents of several sources are one corpus, whatever the weights.
+    Held-out documents of all sources form one corpus, regardless of the weights.
 
     Raises:
         ValueError: a path matches nothing, a file is not UTF-8 or damaged, a record has
@@ -198,7 +200,7 @@ def _documents(config: DataConfig) -> tuple[list[list[Document]], list[Document]
 
 
 def load_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer of the file that `config` names, checked against its vocabulary.
+    """The tokenizer of the file that `config` names, checked against `vocab_size`.
 
     Raises:
         ValueError: no file is named, or the tokenizer is larger than the vocabulary.
@@ -248,19 +250,18 @@ class PackedBatches:
 
         Args:
             corpus: The tokens, or several corpora with weights.
-            config: Row length, batch size, seed, prefetch.
-            sharding: Sharding of the rows of a batch, for example
-                ``NamedSharding(mesh, rules.spec("batch"))``: each process makes just
-                the rows that its own devices hold. None: everything on the default
-                device of this process.
-            epochs: Passes over the corpus, None for no end. The last batch of the last
-                pass is filled up with rows of padding, so all processes take equally
-                many steps.
+            config: Sequence length, batch size, seed, prefetch.
+            sharding: Sharding of the batch dimension, for example ``NamedSharding(mesh,
+                rules.spec("batch"))``: each process makes only the rows of its own
+                devices. None: the default device of this process.
+            epochs: Passes over the corpus, None for no limit. The last batch of the
+                last epoch is padded with empty rows, so all processes take equally many
+                steps.
             shuffle: True shuffles documents and rows, anew in each epoch.
 
         Raises:
             ValueError: the rows of a batch cannot be spread evenly, the corpus holds
-                ids from ``config.vocab_size`` on, or `epochs` are asked of a mixture.
+                ids from ``config.vocab_size`` on, or `epochs` is given for a mixture.
         """
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs {epochs}, expected at least 1, or None for ever")
@@ -278,7 +279,7 @@ class PackedBatches:
             "seed": config.seed,
             "shuffle": shuffle,
         }
-        # What a saved position is only good for.
+        # The identity of the data, for which alone a saved position is valid.
         self.identity: dict[str, Any] = {"corpus": corpus.fingerprint, **options}
         self.num_rows = sys.maxsize
         self.drawn: np.ndarray | None = None
@@ -297,14 +298,14 @@ class PackedBatches:
 
     @property
     def is_endless(self) -> bool:
-        """True if no pass over the corpus is the last."""
+        """True if the number of epochs is unlimited."""
         return self.num_rows == sys.maxsize
 
     def sample(self, count: int) -> "PackedBatches":
-        """Return `count` batches of rows that are drawn evenly from all, always alike.
+        """Return `count` batches of evenly spaced rows, always the same.
 
         Args:
-            count: Batches, fewer than there are.
+            count: Number of batches, fewer than there are.
         """
         drawn = copy.copy(self)
         drawn.drawn = spread(self.num_rows, count * self.config.batch_size)
@@ -313,7 +314,7 @@ class PackedBatches:
 
     @property
     def prefetch(self) -> int:
-        """Batches made ahead of time."""
+        """Number of prefetched batches."""
         return self.config.prefetch
 
     def source(self, position: Mapping[str, int]) -> "_LocalBatches":
@@ -321,9 +322,9 @@ class PackedBatches:
         return _LocalBatches(self, position["row"])
 
     def progress(self, position: Mapping[str, int]) -> dict[str, float]:
-        """How often the text was read until a position, for the metrics.
+        """Epochs of the text until a position, for the metrics.
 
-        ``epochs`` of a corpus; ``epochs/NAME`` and ``share/NAME``, the part of the rows
+        ``epochs`` of a corpus; ``epochs/NAME`` and ``share/NAME``, the fraction of rows
         so far, for each corpus of a mixture.
         """
         return self.rows.progress(position["row"])
@@ -332,19 +333,19 @@ class PackedBatches:
         return PackedBatchIterator(self)
 
     def __len__(self) -> int:
-        """Batches until the end; for endless ones a number that is never reached."""
+        """Number of batches; for endless ones a number that is never reached."""
         return -(-self.num_rows // self.config.batch_size)
 
 
 class PackedBatchIterator(BatchIterator[PackedBatch]):
-    """Walks through `PackedBatches`; its position can be saved and restored.
+    """An iterator over `PackedBatches`, whose position can be saved and restored.
 
-    It may go on with another batch size.
+    It may continue with another batch size.
     """
 
 
 class _LocalBatches:
-    """The source that Grain reads: batches of which this process makes its rows."""
+    """The source that Grain reads: this process's rows of the batches."""
 
     def __init__(self, batches: PackedBatches, first_row: int) -> None:
         self._batches = batches
@@ -357,7 +358,7 @@ class _LocalBatches:
     def __getitem__(self, step: int) -> PackedBatch:
         local = self.on_host(step)
         if self._batches.config.max_sequences == 1:
-            # A row is one sequence; no token sees the padding behind it.
+            # A row is one sequence; no token attends to the padding after it.
             del local["cu_seqlens"]
         place = self._batches.placement.to_devices
         arrays = {name: place(rows) for name, rows in local.items()}

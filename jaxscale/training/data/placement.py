@@ -1,4 +1,4 @@
-"""Which rows of a batch a process makes, and how they become one array."""
+"""Which rows of a batch a process makes, and how they become one global array."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from jaxtyping import Shaped
 
 
 class RowPlacement:
-    """Where the rows of a batch go, and which of them this process makes.
+    """The placement of a batch, and the rows that this process makes.
 
     Args:
-        sharding: Sharding of the rows; None: the default device of this process.
+        sharding: Sharding of the batch dimension; None: this process's default device.
         batch_size: Rows of a batch.
 
     Raises:
@@ -25,10 +25,10 @@ class RowPlacement:
         """Find the rows that the devices of this process hold."""
         self._sharding = sharding
         self._batch_size = batch_size
-        # A setting of the thread that asks, not of the one that prefetches.
+        # A setting of the calling thread, not of the prefetching one.
         self._device = jax.config.jax_default_device
         self.local_rows: Sequence[int] = range(batch_size)
-        """Numbers of these rows, in order."""
+        """The numbers of this process's rows, in order."""
         if sharding is not None:
             _check_divisible(sharding, batch_size)
             places = sharding.addressable_devices_indices_map((batch_size, 1))
@@ -36,7 +36,7 @@ class RowPlacement:
             self.local_rows = sorted(set().union(*held))
 
     def to_devices(self, local: Shaped[np.ndarray, "rows *_"]) -> jax.Array:
-        """The array [B, ...] of all processes, each of which gives its rows."""
+        """The global array [B, ...], from the rows of each process."""
         if self._sharding is None:
             with jax.default_device(self._device):
                 return jnp.asarray(local)

@@ -1,6 +1,6 @@
-"""The rows of a corpus, and of a mixture of corpora, each computed from its number.
+"""The packed rows of a corpus or of a mixture, each computed from its number.
 
-Shape legend: T tokens of a row, S sequences (pieces of documents) in a row.
+Shape legend: T tokens per packed row, S sequences (pieces of documents) per row.
 """
 
 import functools
@@ -15,14 +15,14 @@ from jaxscale.training.data.mixture import Mixture, Turns
 
 
 def spread(total: int, count: int) -> Int64[np.ndarray, " count"]:
-    """Numbers of `count` of `total` things, drawn evenly: a systematic sample.
+    """`count` evenly spaced numbers below `total`: a systematic sample.
 
-    Where things lie by source, each source gives its share of them, to within one; each
-    thing is as likely as any other. The draw is always the same.
+    If items are ordered by source, each source has its share of the sample, to within
+    one; every item is equally likely. The sample is always the same.
 
     Args:
-        total: How many there are.
-        count: How many are drawn, at most `total`.
+        total: Number of items.
+        count: Size of the sample, at most `total`.
 
     Example:
         >>> spread(10, 5) // 2
@@ -34,16 +34,15 @@ def spread(total: int, count: int) -> Int64[np.ndarray, " count"]:
 
 
 class PackedRows:
-    """The rows of all epochs of a corpus, each computed from its number.
+    """The packed rows of all epochs of a corpus, each computed from its number.
 
     Row ``i`` belongs to epoch ``i // rows_per_epoch``. Within an epoch every token
-    occurs in one row, once. The target of a token is the token that follows it in its
-    document, also where the document is cut; only the last token of a document has
-    none.
+    occurs exactly once. The target of a token is the next token of its document, even
+    if the document is cut there; only the last token of a document has none.
 
-    To bound the pieces in a row by S without looking at the order, each document is
-    given a stretch of at least ``ceil(T / (S - 1))`` places. A row, T places long, then
-    meets at most S stretches, and every epoch has the same number of rows.
+    To bound the pieces in a row by S for any order, each document takes a stretch of at
+    least ``ceil(T / (S - 1))`` places. A row of T places then overlaps at most S
+    stretches, and every epoch has the same number of rows.
 
     Example:
         >>> corpus = TokenCorpus.from_ids([[1, 2, 3, 4, 5], [6, 7, 8]])
@@ -70,14 +69,14 @@ class PackedRows:
 
         Args:
             corpus: The documents.
-            seq_len: Tokens of a row, T.
-            max_sequences: Pieces of documents in a row at most, S.
-            seed: Of the order of documents, which differs between epochs.
+            seq_len: Tokens per row, T.
+            max_sequences: Maximum number of pieces of documents per row, S.
+            seed: Random seed of the order of documents, which differs between epochs.
             shuffle: False takes documents in the order of the corpus in every epoch.
         """
         self._corpus = corpus
         self._seq_len = seq_len
-        # With seq_len + 1 every document already has a stretch as short as one place.
+        # With seq_len + 1 a document's stretch can already be a single place.
         self._max_sequences = max_sequences = min(max_sequences, seq_len + 1)
         self._seed = seed
         self._shuffle = shuffle
@@ -116,11 +115,11 @@ class PackedRows:
         return result
 
     def progress(self, row: int) -> dict[str, float]:
-        """How often the corpus was read when `row` is next."""
+        """Epochs of the corpus before `row`."""
         return {"epochs": row / self.rows_per_epoch}
 
     def empty_row(self) -> dict[str, Shaped[np.ndarray, " _"]]:
-        """A row of padding, which fills the last batch of an evaluation."""
+        """A row of padding, for the last batch of an evaluation."""
         return {
             "tokens": np.zeros(self._seq_len, np.int32),
             "targets": np.zeros(self._seq_len, np.int32),
@@ -135,7 +134,7 @@ class PackedRows:
         ids: Shaped[np.ndarray, " _"],
         piece: slice,
     ) -> None:
-        """Copy ``ids[piece]`` and its targets into `row` from place `at` on."""
+        """Copy ``ids[piece]`` and its targets into `row` from position `at` on."""
         tokens = ids[piece]
         targets = ids[piece.start + 1 : piece.stop + 1]
         row["tokens"][at : at + len(tokens)] = tokens
@@ -157,7 +156,7 @@ class PackedRows:
 
 
 class MixedRows:
-    """The rows of a mixture: whose turn it is, then the next row of that corpus.
+    """The rows of a mixture: the next row of the corpus whose turn it is.
 
     Args:
         mixture: Corpora and weights.
@@ -179,7 +178,7 @@ class MixedRows:
         return self._sources[0].empty_row()
 
     def progress(self, row: int) -> dict[str, float]:
-        """For each corpus its share of the rows before `row`, and its epochs."""
+        """Each corpus's share of the rows before `row`, and its epochs."""
         found = {}
         counts = self._turns.before(row)
         for name, source, count in zip(self._names, self._sources, counts, strict=True):

@@ -1,4 +1,4 @@
-"""Files of texts: plain ones, and those that hold a record for each text.
+"""Text files: plain ones, and those with one record per text.
 
 A plain file is one document. A file of JSON lines (``.jsonl``) or a Parquet table holds
 records, of which one field is the text; any file but Parquet may be compressed by gzip
@@ -18,11 +18,11 @@ from jaxscale.checks import pip_install
 
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
-"""Endings of the files that hold records."""
+"""Suffixes of files with records."""
 
 
 def holds_records(file: Path) -> bool:
-    """True if `file` holds a record for each text, by the end of its name.
+    """True if `file` has one record per text, by its suffix.
 
     Example:
         >>> holds_records(Path("web/part-1.jsonl.gz")), holds_records(Path("note.txt"))
@@ -32,7 +32,7 @@ def holds_records(file: Path) -> bool:
 
 
 def read_texts(file: Path, field: str) -> Iterator[tuple[str, str]]:
-    """The texts of a file, each with what is added to the name of the file for it.
+    """The texts of a file, each with the suffix of its name.
 
     Args:
         file: A plain file, JSON lines or a Parquet table.
@@ -147,9 +147,10 @@ def _content(file: Path) -> bytes:
 
 
 def _decoded(data: bytes, place: str, *, first: bool = True) -> str:
-    """The text of the `first` bytes of a file, which may begin with a mark, or others.
+    """The text of some bytes of a file; the `first` ones may begin with a byte order
+    mark.
 
-    Some editors put a byte order mark there; it is no part of the text.
+    Some editors write a byte order mark, which is not part of the text.
     """
     try:
         return data.decode("utf-8-sig" if first else "utf-8")

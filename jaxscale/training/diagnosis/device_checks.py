@@ -1,11 +1,11 @@
-"""Measurements of devices, in a process of their own that may hang or die.
+"""Measurements of devices, in a separate process that may hang or crash.
 
-``python -m`` it with a `CheckRequest` as JSON. It prints a JSON line before and after
-each measurement, so that whoever reads them, `jaxscale.training.diagnosis.suite`, knows
-what does not end.
+Run it by ``python -m`` with a `CheckRequest` as JSON. It prints a JSON line before and
+after each measurement, so that its reader, `jaxscale.training.diagnosis.suite`, knows
+which one hangs.
 
-What is computed of whole numbers is exact in any order, so that it has the same bits on
-every device, whichever algorithm a library chose there, and can be checked on the host.
+Arithmetic on whole numbers is exact in any order, so that results are bitwise equal on
+every device, whichever algorithm a library chose, and can be checked on the host.
 """
 
 import dataclasses
@@ -36,18 +36,18 @@ _AXIS = "device"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is computed and moved."""
+    """Sizes of the measurements."""
 
     product: int
-    """Rows, columns and depth of the products that are timed."""
+    """Rows, columns and depth of the timed matmuls."""
     checked: int
-    """The same of those whose result is checked on the host."""
+    """The same for the matmuls whose result is checked on the host."""
     memory: int
-    """Bytes that are read and written in the memory of the device."""
+    """Bytes read and written in device memory."""
     transfer: int
     """Bytes between devices, and from and to the host."""
     collectives: tuple[int, ...]
-    """Bytes of each device in collectives."""
+    """Bytes per device in collectives."""
 
 
 GPU_SIZES = Sizes(
@@ -66,11 +66,11 @@ CPU_SIZES = Sizes(
 )
 
 type Probe = Callable[[Sequence[Any], Sizes], Iterator[Measurement]]
-"""Measures some devices."""
+"""Measurements of some devices."""
 
 
 def product(devices: Sequence[Any], sizes: Sizes, dtype: Any) -> Iterator[Measurement]:
-    """The rate of products on a device, and whether one is right."""
+    """The rate of matmuls on a device, and whether one is correct."""
     (device,) = devices
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
     multiply = jax.jit(functools.partial(jnp.matmul, precision=precision))
@@ -90,7 +90,7 @@ def product(devices: Sequence[Any], sizes: Sizes, dtype: Any) -> Iterator[Measur
         )
     )
     found = np.asarray(exact(*jax.device_put((left, right), device)), np.float64)
-    # The product with a vector that is nowhere 0 tells any one element that is wrong.
+    # The product with a vector without zeros detects any single wrong element.
     vector = rng.integers(1, 9, n).astype(np.float64)
     wanted = left.astype(np.float64) @ (right.astype(np.float64) @ vector)
     wrong = np.flatnonzero(found @ vector != wanted)
@@ -117,7 +117,7 @@ def memory(devices: Sequence[Any], sizes: Sizes) -> Iterator[Measurement]:
 
 
 def host_link(devices: Sequence[Any], sizes: Sizes) -> Iterator[Measurement]:
-    """The rates from and to the memory of the host, pinned where that is possible."""
+    """The rates from and to host memory, pinned if possible."""
     (device,) = devices
     content = _bytes(sizes.transfer)
     kinds = {memory.kind for memory in device.addressable_memories()}
@@ -137,7 +137,7 @@ def host_link(devices: Sequence[Any], sizes: Sizes) -> Iterator[Measurement]:
 
 
 def bits(devices: Sequence[Any], sizes: Sizes) -> Iterator[Measurement]:
-    """What a device computes, to be compared with itself and with others."""
+    """A device's results, to be compared with itself and with others."""
     (device,) = devices
     multiply, n = jax.jit(jnp.matmul), sizes.product
     a, b = _normal((2, n, n), jnp.bfloat16, device)
@@ -146,7 +146,7 @@ def bits(devices: Sequence[Any], sizes: Sizes) -> Iterator[Measurement]:
     whole = np.random.default_rng(3).integers(-4, 5, (2, n, n), np.int8)
     a, b = jax.device_put(whole, device).astype(jnp.bfloat16)
     exact = _digest(jnp.matmul(a, b, preferred_element_type=jnp.float32))
-    # Few enough that no part of the sum is rounded.
+    # Few enough that no partial sum is rounded.
     numbers = whole.ravel()[: 2**21]
     total = jnp.sum(jax.device_put(numbers, device).astype(jnp.float32))
     if int(total) != int(numbers.sum(dtype=np.int64)):
@@ -187,7 +187,7 @@ def collectives(devices: Sequence[Any], sizes: Sizes) -> Iterator[Measurement]:
         whole, part = _spread(devices, count * n), _spread(devices, count)
         everyones = np.concatenate([_content(i, count) for i in range(n)])
         total = functools.reduce(np.add, (_content(i, count * n) for i in range(n)))
-        # Bytes that each device sends at least, as in nccl-tests ("bus bandwidth").
+        # The least bytes that each device sends, as in nccl-tests ("bus bandwidth").
         moved = 4 * count * (n - 1)
         for name, run, x, times, wanted in (
             ("all-reduce", reduce, whole, 2, total),
@@ -220,7 +220,7 @@ def measure(
 
     Args:
         request: What is wanted.
-        emit: Takes what is said: ``devices``, ``begin``, ``measured``, ``end``.
+        emit: Called with each message: ``devices``, ``begin``, ``measured``, ``end``.
         alone: Measurements of one device at a time, by name.
     """
     said: list[dict[str, Any]] = []
@@ -288,7 +288,7 @@ def _measurement(
 
 
 def _rate(run: Callable[[], Any], work: float) -> float:
-    """Work a second in the best of some batches of calls.
+    """Work per second in the best of some batches of calls.
 
     Their number is fixed: processes that communicate make the same calls.
     """
@@ -309,7 +309,7 @@ def _normal(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
 
 
 def _fetched(x: Any) -> np.ndarray:
-    """A copy on the host, new each time; an array keeps the one that was made of it."""
+    """A new copy on the host; an array caches its first one."""
     return np.array(jnp.copy(x))
 
 
@@ -353,7 +353,7 @@ def _spread(devices: Sequence[Any], count: int) -> jax.Array:
 
 
 def _wrong(result: jax.Array, wanted: Callable[[int], np.ndarray]) -> list[Any]:
-    """Devices of this process that do not hold what they should."""
+    """Devices of this process with wrong contents."""
     place: Any = result.sharding
     positions = {device: i for i, device in enumerate(place.mesh.devices.flat)}
     return [
@@ -364,7 +364,7 @@ def _wrong(result: jax.Array, wanted: Callable[[int], np.ndarray]) -> list[Any]:
 
 
 def _neighbors(devices: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """The first devices of processes that follow each other, in two rounds."""
+    """The first devices of neighboring processes, in two rounds."""
     first: dict[int, Any] = {}
     for device in devices:
         first.setdefault(device.process_index, device)
@@ -373,7 +373,7 @@ def _neighbors(devices: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _gathered(content: Any) -> list[Any]:
-    """What each process gives, in their order."""
+    """The values of all processes, in order."""
     mine = np.frombuffer(json.dumps(content).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(mine))))
     padded = np.zeros(int(sizes.max()), np.uint8)
@@ -384,7 +384,7 @@ def _gathered(content: Any) -> list[Any]:
 
 
 def main(text: str) -> None:
-    """Measure as the request says, and print what is found."""
+    """Measure as the request says, and print the results."""
 
     def emit(said: dict[str, Any]) -> None:
         print(json.dumps(said), flush=True)

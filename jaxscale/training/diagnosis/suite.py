@@ -1,8 +1,8 @@
-"""Self-checks of the devices of a host or a job: which of them is slow, wrong or stuck.
+"""Self-checks of a host's or a job's devices: which is slow, wrong or stuck.
 
-A process of its own measures (`jaxscale.training.diagnosis.device_checks`), since a
-broken device may hang it or end it. Here it is watched, started again without what it
-did not survive, and its figures are judged.
+A separate process measures (`jaxscale.training.diagnosis.device_checks`), since a
+broken device may hang or crash it. This module watches that process, restarts it
+without the check that it did not survive, and judges its measurements.
 """
 
 import collections
@@ -39,7 +39,7 @@ _EXPECTED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiagnoseConfig:
-    """What is checked, and what is too slow.
+    """What is checked, and which results count as slow.
 
     Example:
         >>> DiagnoseConfig(least_share=1.5)
@@ -49,20 +49,21 @@ class DiagnoseConfig:
     """
 
     least_share: float = 0.7
-    """A device is slow below this share of the rate that is known of its model."""
+    """A device is slow below this fraction of the rate that its GPU model should
+    reach."""
     slack: float = 0.15
-    """A device is slow if it is this much below the median of the others of its model,
-    and further than these usually are; a link, which may be longer than others, if it
-    is twice as much below. CPUs are not compared: simulated devices share cores."""
+    """A device is slow if it is this fraction below the median of the others of its
+    model, and an outlier among them; a link, since links differ in length, at twice the
+    fraction. CPUs are not compared: simulated devices share cores."""
     seconds: float = 300.0
-    """After this nothing more is measured."""
+    """Time limit of all measurements, in seconds."""
     measure_seconds: float = 60.0
-    """A measurement that takes longer hangs; it may compile."""
+    """Seconds after which one measurement, compilation included, counts as hung."""
     gpus: int = 0
-    """Fewer GPUs than this are a fault."""
+    """Expected number of GPUs; fewer are a fault."""
     together: bool = False
-    """Measure with the other processes of the job, as Slurm, Open MPI or `jaxscale
-    supervise` have started them."""
+    """Measure together with the other processes of the job, as started by Slurm, Open
+    MPI or `jaxscale supervise`."""
     devices: int | None = None
     """Simulate this many CPU devices instead of using those of the machine."""
 
@@ -77,46 +78,46 @@ class DiagnoseConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckRequest:
-    """What the process that measures is asked for."""
+    """What the measuring process is asked for."""
 
     together: bool = False
-    """Whether it is one of several."""
+    """Whether the process is one of several."""
     simulated: int | None = None
     """Simulated CPU devices; None for those of the machine."""
     skip: Sequence[Any] = ()
-    """Measurements, of name and devices, that are not made."""
+    """Measurements to skip: name and devices."""
     without: Sequence[int] = ()
-    """Devices that are left out."""
+    """Devices to leave out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """A figure of some devices."""
+    """One measurement of one or more devices."""
 
     name: str
     """What was measured."""
     devices: tuple[int, ...]
     """The numbers of the devices."""
     value: float | None = None
-    """The rate; None where there is none."""
+    """The measured rate; None if there is none."""
     unit: str = ""
     """FLOP/s or B/s."""
     size: int = 0
-    """Bytes of each device, where several sizes were measured."""
+    """Bytes per device, if several sizes were measured."""
     bits: str = ""
-    """A digest of what was computed, which is the same on all devices of a model."""
+    """Digest of the computed values, equal on all healthy devices of a model."""
     problem: str = ""
-    """What is wrong whatever the rate is."""
+    """A fault, independent of the rate."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is wrong."""
+    """A fault that was found."""
 
     devices: tuple[int, ...]
-    """The numbers of the devices that cause it; none if it is the host, or unknown."""
+    """The numbers of the devices at fault; empty if the host is, or if unknown."""
     text: str
-    """A sentence."""
+    """Description in one sentence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,16 +127,16 @@ class Diagnosis:
     devices: tuple[Mapping[str, Any], ...]
     """Number, kind, platform, process and host of each device."""
     measurements: tuple[Measurement, ...]
-    """All figures."""
+    """All measurements."""
     findings: tuple[Finding, ...]
-    """What is wrong; nothing if it is empty."""
+    """The faults; empty if there are none."""
     notes: tuple[str, ...]
     """What was not checked."""
     first: bool = True
     """Whether this is the first of the processes that check together."""
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON."""
+        """The diagnosis as JSON."""
         return dataclasses.asdict(self) | {"ok": not self.findings}
 
 
@@ -147,19 +148,19 @@ def diagnose(
 ) -> Diagnosis:
     """Check the devices of this machine, each alone and then together.
 
-    Measured are products (bf16 and float32), memory, the link to the host, the links
-    between devices and collectives of several sizes; results are checked, and what is
-    computed twice or on several devices must have the same bits.
+    It measures matmuls (bf16 and float32), memory bandwidth, the link to the host, the
+    links between devices, and collectives of several sizes. Results are checked, and
+    values computed twice or on several devices must be bitwise equal.
 
     Args:
         config: The settings.
-        directory: Where it is tried that files come back as they were written; None
-            leaves out this check of the host.
-        command: What measures, given a `CheckRequest` as JSON; by default
-            ``jaxscale.training.diagnosis.device_checks``.
+        directory: Directory of the disk check, which reads back what it wrote; None
+            skips this check of the host.
+        command: Command of the measuring process, which gets a `CheckRequest` as JSON;
+            by default ``jaxscale.training.diagnosis.device_checks``.
 
     Returns:
-        What was measured and what is wrong. A device that hangs is named too.
+        The measurements and faults; a device that hangs is named too.
 
     Example:
         >>> found = diagnose(DiagnoseConfig(devices=2))
@@ -193,7 +194,7 @@ def diagnose(
 
 
 class _Watched:
-    """The process that measures, started again as long as it does not survive."""
+    """The measuring process, restarted while it does not survive."""
 
     def __init__(self, config: DiagnoseConfig, command: Sequence[str]) -> None:
         self._config, self._command = config, list(command)
@@ -207,16 +208,16 @@ class _Watched:
         self.notes: list[str] = []
 
     def run(self) -> None:
-        """Measure until all is done, or time is up."""
+        """Measure until everything is done or time is up."""
         while (failed := self._once()) is not None:
             (name, ids), why = failed
             if not why:
                 self.notes.append(f"time was up in {name}: raise seconds")
                 return
-            # Who holds up all of them is not known.
+            # Which device holds up the others is unknown.
             who = tuple(ids) if len(ids) <= 2 else ()
             self.findings.append(Finding(devices=who, text=f"{name} {why}"))
-            # Of several processes each would have to start again.
+            # With several processes all would have to restart.
             if self._config.together or not ids:
                 return
             self._without += ids if len(ids) == 1 else []
@@ -224,7 +225,7 @@ class _Watched:
                 return
 
     def _once(self) -> tuple[tuple[str, list[int]], str] | None:
-        """What did not end, and how; None if all did."""
+        """The check that did not end, and how; None if all ended."""
         request = CheckRequest(
             together=self._config.together,
             simulated=self._config.devices,
@@ -293,7 +294,7 @@ class _Watched:
 
 
 def _survives(child: "subprocess.Popen[str]") -> bool:
-    """Whether a killed process is still there, as in a driver that hangs."""
+    """Whether a killed process still exists, as with a hanging GPU driver."""
     try:
         child.wait(5.0)
     except subprocess.TimeoutExpired:
@@ -306,12 +307,12 @@ def judge(
     devices: Sequence[Mapping[str, Any]],
     config: DiagnoseConfig,
 ) -> list[Finding]:
-    """What figures say is wrong.
+    """The faults that the measurements show.
 
     Args:
-        measurements: The figures.
+        measurements: The measurements.
         devices: Number, kind and platform of each device.
-        config: What is too slow.
+        config: What counts as slow.
 
     Example:
         >>> devices = [{"id": i, "kind": "NVIDIA H200", "platform": "gpu", "host": "a"}
@@ -336,7 +337,7 @@ def judge(
         if m.value is not None and len(kinds) == 1 and on_gpus:
             name = f"{m.name} of {m.size} bytes" if m.size else m.name
             group = rates.setdefault((kinds.pop(), name), {})
-            # Several processes have measured the same: what the slowest saw.
+            # Several processes measured the same: keep the slowest.
             group[m.devices] = min(m.value, group.get(m.devices, m.value))
     for (kind, name), values in rates.items():
         if name == "pairs":
@@ -361,7 +362,7 @@ def shown(name: str, value: float) -> str:
 
 
 def _expected(name: str, kind: str) -> float | None:
-    """The rate that is known of a model, None if there is none."""
+    """The rate that a device model should reach; None if unknown."""
     hardware = hardware_of(kind)
     return (
         getattr(hardware, _EXPECTED[name]) if hardware and name in _EXPECTED else None
@@ -419,7 +420,7 @@ def _slow_collectives(
     devices: Sequence[Mapping[str, Any]],
     config: DiagnoseConfig,
 ) -> list[Finding]:
-    """Collectives inside a host that are slow at their largest size, of nobody's."""
+    """Collectives within a host that are slow at their largest size."""
     hardware = hardware_of(devices[0]["kind"])
     largest: dict[str, Measurement] = {}
     for m in measured:
@@ -436,7 +437,7 @@ def _slow_collectives(
 def _other_bits(
     measured: Iterable[Measurement], by_id: Mapping[int, Mapping[str, Any]]
 ) -> list[Finding]:
-    """Devices that compute other bits than most of their model."""
+    """Devices whose results differ bitwise from most others of their model."""
     by_kind = collections.defaultdict[str, dict[int, str]](dict)
     for m in measured:
         if m.bits and m.devices[0] in by_id:
@@ -467,7 +468,7 @@ def _read(stream: Any, lines: "queue.Queue[str | None]") -> None:
 
 
 def _said(line: str) -> dict[str, Any]:
-    """A line of the process that measures; what a library has printed says nothing."""
+    """Parse a line of the measuring process; output of libraries is ignored."""
     try:
         said = json.loads(line)
     except ValueError:

@@ -1,1 +1,1 @@
-"""What a run says of itself: progress, metrics, device events and diverged losses."""
+"""Monitoring of a run: progress, metrics, device events and divergence."""

@@ -1,4 +1,4 @@
-"""What a run prints: a bar in a terminal, lines in the file of a batch job."""
+"""Console output of a run: a progress bar in a terminal, log lines in batch jobs."""
 
 import dataclasses
 import io
@@ -35,7 +35,7 @@ _NOT_FINITE = ("loss", "eval_loss", "grad_norm")
 
 
 class LineWriter(Writer):
-    """Plain lines with the time, each written at once: for logs of batch jobs.
+    """Plain lines with the time, flushed at once: for logs of batch jobs.
 
     Example:
         >>> file = io.StringIO()
@@ -46,17 +46,17 @@ class LineWriter(Writer):
     """
 
     def __init__(self, file: io.TextIOBase | None = None) -> None:
-        """Choose the file; None is standard output at the time of each line."""
+        """Choose the file; None is the current standard output of each line."""
         self._file = file
         self._total = 0
 
     def start(self, first_step: int, total_steps: int) -> None:
-        """Tell where the run begins."""
+        """Print where the run starts."""
         self._total = total_steps
         self.note(f"start after step {first_step} of {total_steps}")
 
     def note(self, text: str) -> None:
-        """Print `text` behind the time."""
+        """Print `text` after the time."""
         say(text, self._file)
 
     def write(self, record: Record) -> None:
@@ -82,32 +82,32 @@ class LineWriter(Writer):
 
 
 def say(text: str, file: io.TextIOBase | None = None) -> None:
-    """Print a line with the time before it, at once.
+    """Print a line after the time, flushed at once.
 
     Args:
         text: The line.
-        file: Where to; None is standard output.
+        file: The file; None is standard output.
     """
     print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=file, flush=True)
 
 
 def shows_bar() -> bool:
-    """True where a bar that moves can be seen: in a terminal and in Jupyter."""
+    """True if a progress bar can be shown: in a terminal and in Jupyter."""
     return sys.stdout.isatty() or in_jupyter()
 
 
 def console_writer() -> Writer:
-    """A `ProgressBar` where one can be seen, a `LineWriter` elsewhere.
+    """A `ProgressBar` if one can be shown, otherwise a `LineWriter`.
 
     Raises:
         ImportError: rich is not installed.
     """
-    bar = ProgressBar()  # which says what to install where rich is missing
+    bar = ProgressBar()  # which says what to install if rich is missing
     return bar if shows_bar() else LineWriter()
 
 
 def describe(config: TrainConfig, mesh: Mesh, state: Any) -> list[str]:
-    """Lines on what a run is: versions, devices, mesh, size, memory, settings.
+    """Lines that describe a run: versions, devices, mesh, size, memory, settings.
 
     Args:
         config: The settings of the run.
@@ -130,7 +130,7 @@ def describe(config: TrainConfig, mesh: Mesh, state: Any) -> list[str]:
 
 
 def _of_each_kind(parameters: Any) -> list[str]:
-    """Lines on which parameters Muon takes, and which AdamW."""
+    """Lines that list the parameters of Muon and of AdamW."""
     names: dict[bool, list[str]] = {True: [], False: []}
     for path, by_muon in jax.tree_util.tree_leaves_with_path(of_muon(parameters)):
         names[by_muon].append(jax.tree_util.keystr(path, simple=True, separator="."))
@@ -180,17 +180,17 @@ def settings(config: TrainConfig) -> dict[str, dict[str, Any]]:
 
 
 def peak_memory(mesh: Mesh) -> str | None:
-    """The most memory that a device of this process had in use, in words.
+    """The peak memory in use on a device of this process, in words.
 
     Args:
-        mesh: The devices; some kinds do not tell it, which is None.
+        mesh: The devices; the result is None for kinds that do not report it.
     """
     peaks = list(_stats(mesh, "peak_bytes_in_use"))
     return f"{_size(max(peaks))} of {_memory(mesh)}" if peaks else None
 
 
 def _bytes_of_a_device(state: Any) -> int:
-    """Bytes of `state` on each device; moments that wait on the host are left out."""
+    """Bytes of `state` per device; optimizer state on the host does not count."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(state)
@@ -204,7 +204,7 @@ def _memory(mesh: Mesh) -> str:
 
 
 def _stats(mesh: Mesh, name: str) -> Iterable[int]:
-    """A figure of the memory of each device of this process that tells it."""
+    """A memory statistic of each device of this process that reports it."""
     for device in mesh.local_devices:
         stats = device.memory_stats() or {}
         if name in stats:
@@ -212,7 +212,7 @@ def _stats(mesh: Mesh, name: str) -> Iterable[int]:
 
 
 def _size(num_bytes: int) -> str:
-    """Bytes in words.
+    """Bytes as text.
 
     Example:
         >>> _size(3 * 2**30 // 2), _size(10_000)

@@ -1,7 +1,7 @@
-"""What the devices of a process do, without waiting for them: events beside the loop.
+"""Events on what a process's devices do, recorded without blocking the loop.
 
-`profile` divides a step into computing and waiting in collectives, `pace` says how long
-the device had nothing to do, `memory` how full it is, and `compiled` what was compiled.
+`profile` splits a step into compute and waiting in collectives, `pace` says how long
+the device was idle, `memory` how full it is, and `compiled` what was compiled.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ _LONG_COMPILATION = 0.1
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 # Kernels of NCCL, of AMD's RCCL, and XLA's own for small arrays in one host.
 _COLLECTIVE_KERNEL = re.compile("nccl|rccl|AllReduceKernel", re.IGNORECASE)
-# A thunk of XLA on a CPU has the name of an operation, or where the program has written
-# a collective itself, of the primitive of JAX. Those left out contain others.
+# A thunk of XLA on a CPU has the name of an operation or, for explicit collectives, of
+# the primitive of JAX. The names left out contain others.
 _CPU_OPERATION = re.compile(r"(?!while|conditional|call|async-)[a-z][\w.-]*")
 _COLLECTIVE_OPERATION = re.compile(
     r"(?!.*fusion)(?:ragged[-_])?"
@@ -43,26 +43,25 @@ _COLLECTIVE_OPERATION = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """How the devices of a process have spent a time, in seconds a device."""
+    """How a process's devices spent an interval, in seconds per device."""
 
     computing: float
-    """In kernels that are no collectives."""
+    """Seconds in kernels other than collectives."""
     waiting: float
-    """In collectives, and nothing else: what they take and what they wait for."""
+    """Seconds in collectives alone, both transfer and waiting."""
 
 
 def share(profile: Any, begin: float, end: float, devices: int) -> Share:
-    """Divide a time of a profile; what is left of it the devices were idle.
+    """Split an interval of a profile; in the remainder the devices were idle.
 
     On a GPU a collective is a kernel of NCCL (``ncclDevKernel_AllReduce_Sum_bf16_RING``
-    and others), on a CPU an operation ``all-reduce.5``. A kernel of our own that waits
-    for other GPUs itself, as those of `pallas_kernels.collective_matmul`, counts as
-    computing.
+    and others), on a CPU an operation ``all-reduce.5``. Our own kernels that wait for
+    other GPUs themselves, as in `pallas_kernels.collective_matmul`, count as compute.
 
     Args:
         profile: A `jax.profiler.ProfileData`.
-        begin: Seconds after the profile has begun.
-        end: The same.
+        begin: Seconds after the start of the profile.
+        end: Seconds after the start of the profile.
         devices: Devices of this process.
     """
     computing = waiting = 0.0
@@ -75,9 +74,9 @@ def share(profile: Any, begin: float, end: float, devices: int) -> Share:
 
 
 def _lanes(profile: Any) -> list[list[tuple[float, float, bool]]]:
-    """Begin and end of all operations of each device, on a CPU of each thread.
+    """Begin and end of all operations of each device, or of each thread on a CPU.
 
-    With each stands whether it is a collective.
+    Each comes with whether it is a collective.
     """
     lanes = []
     for plane in profile.planes:
@@ -113,21 +112,21 @@ def _covered(spans: Iterable[tuple[float, float]], begin: float, end: float) -> 
 
 
 class DeviceEvents:
-    """Reports what the devices do; the `Monitor` of a run tells it of steps.
+    """Reports what the devices do, driven by the `Monitor` of a run.
 
-    Nothing waits for a device. A profile lasts from one end of a step to the next and
-    is read on a thread of its own.
+    Nothing waits for a device. A profile lasts from the end of one step to the end of
+    the next, and is read on a separate thread.
     """
 
     def __init__(
         self, events: EventLog, *, profile_every: int | None = None, group: str = ""
     ) -> None:
-        """Name where events go.
+        """Choose where events go.
 
         Args:
-            events: Takes them.
-            profile_every: Steps between profiles; None is none.
-            group: What this process does, if not all do the same: its pipeline stages.
+            events: Receiver of the events.
+            profile_every: Steps between profiles; None is never.
+            group: The role of this process, if roles differ: its pipeline stages.
         """
         self._events, self._every, self._group = events, profile_every, group
         self._dispatched: dict[int, float] = {}
@@ -160,13 +159,14 @@ class DeviceEvents:
                 self._session = _Session.start(step)
 
     def dispatched(self, step: int, at: float) -> None:
-        """The loop has handed a step to the device, at seconds since 1970."""
+        """The loop has dispatched a step, at seconds since 1970."""
         self._dispatched[step] = at
 
     def done(self, step: int, before: float | None, at: float) -> None:
-        """The device has finished a step, and the one before, if nothing was between.
+        """The device has finished a step, and the previous one if nothing was in
+        between.
 
-        Called on another thread than the loop.
+        It is called on another thread than the loop's.
         """
         dispatched = self._dispatched.pop(step, at)
         if before is not None:
@@ -181,8 +181,8 @@ class DeviceEvents:
         with self._lock:
             session = self._session
             if session is None or step < session.step:
-                # Before: begun while the profiler starts, which halts a host of GPUs
-                # for a quarter of a second, so that their ends are noticed late.
+                # Earlier steps were begun while the profiler starts, which halts a GPU
+                # host for a quarter of a second, so that their ends are noticed late.
                 return
             if session.begin is None:
                 session.begin = at
@@ -209,7 +209,7 @@ class DeviceEvents:
     def _memory(self, step: int) -> None:
         stats = [device.memory_stats() for device in jax.local_devices()]
         stats = [found for found in stats if found]
-        if stats:  # a CPU gives none
+        if stats:  # a CPU has none
             names = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
             most = {name: max(found.get(name, 0) for found in stats) for name in names}
             self._events.emit(phases.MEMORY, step, kind="memory", **most)
@@ -226,7 +226,7 @@ class DeviceEvents:
 def device_events(
     config: TrainConfig, mesh: jax.sharding.Mesh, events: EventLog
 ) -> DeviceEvents:
-    """Those of a run; ranks of different stages of a pipeline are different groups."""
+    """The device events of a run; pipeline stages are different groups."""
     mine = np.vectorize(lambda device: device.process_index)(mesh.devices)
     held = np.argwhere(mine == jax.process_index())  # [devices, axes]
     stages = sorted({*held[:, mesh.axis_names.index("pipe")].tolist()})
@@ -240,13 +240,13 @@ class _Session:
     def __init__(self, folder: str, step: int) -> None:
         self._folder = folder
         self.step = step
-        """The first that begins in it."""
+        """The first step that begins in it."""
         self.begin: float | None = None
-        """When that step has ended, in seconds since 1970."""
+        """End of that step, in seconds since 1970."""
 
     @classmethod
     def start(cls, step: int) -> "_Session | None":
-        """Start, unless somebody else takes a profile."""
+        """Start, unless another profile is being taken."""
         options = jax.profiler.ProfileOptions()
         options.host_tracer_level = 1  # operations, of a CPU
         options.python_tracer_level = 0
@@ -260,13 +260,13 @@ class _Session:
         return cls(folder, step)
 
     def close(self) -> None:
-        """Stop, and drop what was taken."""
+        """Stop, and discard the profile."""
         with contextlib.suppress(RuntimeError, OSError):
             jax.profiler.stop_trace()
         _remove(self._folder)
 
     def read(self, end: float) -> Share | None:
-        """Stop, and divide the time until `end`; None if it cannot be read."""
+        """Stop, and split the time until `end`; None if the profile cannot be read."""
         try:
             jax.profiler.stop_trace()
             (path,) = Path(self._folder).rglob("*.xplane.pb")
@@ -281,7 +281,7 @@ class _Session:
 
 
 def _started(profile: Any) -> float:
-    """What the times of a profile begin with, in seconds since 1970.
+    """The origin of a profile's times, in seconds since 1970.
 
     It is before `start_trace` returns, by as long as the profiler needs to start.
     """

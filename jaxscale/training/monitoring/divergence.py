@@ -1,4 +1,4 @@
-"""Detection of a run whose numbers are wrong: not finite, or not those of replicas."""
+"""Detection of wrong values in a run: not finite, or different between replicas."""
 
 import collections
 import logging
@@ -21,15 +21,15 @@ logger = logging.getLogger("jaxscale.training")
 
 
 class Diverged(RuntimeError):
-    """A run went on skipping updates; its last good checkpoint is kept."""
+    """A run skipped too many updates; its last good checkpoint is kept."""
 
 
 class SkippedInARow:
-    """Counts the updates that were skipped one after the other, until the newest read.
+    """Counts consecutive skipped updates, up to the newest step that was read.
 
-    Metrics are read two steps late, when they are on the host: `Monitor.log` lets it
-    run no further ahead, so nothing waits. Every process reads the same numbers at the
-    same step, and all of them stop together.
+    Metrics are read two steps late, when they are on the host: `Monitor.log` lets the
+    host run no further ahead, so nothing waits. Every process reads the same values at
+    the same step, and all of them stop together.
 
     Example:
         >>> skipped = SkippedInARow()
@@ -42,7 +42,7 @@ class SkippedInARow:
     """
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start from zero."""
         self.count = 0
         self.last = 0
         """The newest step that was read."""
@@ -69,7 +69,7 @@ class SkippedInARow:
 
 
 class DivergenceGuard:
-    """Ends a run whose numbers are wrong, and saves none of them."""
+    """Ends a run with wrong values, and saves none of them."""
 
     def __init__(
         self, config: TrainConfig, checkpoints: Checkpointer, events: EventLog
@@ -78,8 +78,8 @@ class DivergenceGuard:
 
         Args:
             config: The settings of the run.
-            checkpoints: Take the good states.
-            events: Told whose values are wrong.
+            checkpoints: Store for the good states.
+            events: Receiver of events that name devices with wrong values.
         """
         self._config = config
         self._checkpoints, self._events = checkpoints, events
@@ -88,11 +88,11 @@ class DivergenceGuard:
     def check(self, step: int, state: TrainState, metrics: Any) -> None:
         """Count skipped updates, without waiting for those of this step.
 
-        Every `TrainConfig.check_replicas_every` steps it waits, to compare replicas.
+        Every `TrainConfig.check_replicas_every` steps it waits to compare replicas.
 
         Raises:
-            Diverged: there were too many in a row.
-            ReplicasDiffer: a device has other values than the others.
+            Diverged: too many updates were skipped in a row.
+            ReplicasDiffer: a device's replica differs from the others.
         """
         self._skipped.add(step, metrics)
         self._check_count()
@@ -103,12 +103,12 @@ class DivergenceGuard:
     def save(self, step: int, state: TrainState, batches: Any, *, final: bool) -> None:
         """Save `state` if it is good.
 
-        Where replicas are compared at all they are compared before each save, so that
-        no checkpoint is younger than what is wrong.
+        If replicas are compared at all, they are compared before each save, so that no
+        checkpoint contains wrong values.
 
         Raises:
-            Diverged: it is not finite, and no step follows (`final`).
-            ReplicasDiffer: a device has other values than the others.
+            Diverged: the state is not finite, and no step follows (`final`).
+            ReplicasDiffer: a device's replica differs from the others.
         """
         self._skipped.catch_up()
         self._check_count()
@@ -128,7 +128,7 @@ class DivergenceGuard:
             logger.warning("step %d is not saved: not finite", step)
 
     def _compare(self, step: int, state: TrainState) -> None:
-        """Compare the replicas of the state after `step`, and say who differs."""
+        """Compare the replicas of the state after `step`, and report which differ."""
         try:
             check_replicas(state)
         except ReplicasDiffer as error:
@@ -160,5 +160,5 @@ class DivergenceGuard:
 
 @jax.jit
 def is_finite(model: Any) -> jax.Array:
-    """True if the norm of all parameters is finite, and so the state worth saving."""
+    """True if the norm of all parameters is finite, so the state may be saved."""
     return jnp.isfinite(global_norm(nnx.state(model, nnx.Param)))

@@ -1,4 +1,4 @@
-"""Metrics of a run: throughput and utilization, and where the records go."""
+"""Metrics of a run: throughput, utilization, and the writers of the records."""
 
 import contextlib
 import json
@@ -21,17 +21,17 @@ from jaxscale.training.monitoring.device_events import DeviceEvents
 
 
 type Record = dict[str, int | float | None]
-"""One line of the metrics; None where a quantity is unknown or not finite."""
+"""One record of metrics; None if a quantity is unknown or not finite."""
 
 
 class Writer:
-    """Takes the records of a run; the base class drops them."""
+    """Receives the records of a run; the base class discards them."""
 
     def start(self, first_step: int, total_steps: int) -> None:
         """Called once, before the step after `first_step`."""
 
     def note(self, text: str) -> None:
-        """Called with a line on what the run does: start, compile, save, end."""
+        """Called with a status line: start, compile, save, end."""
 
     def write(self, record: Record) -> None:
         """Called with the metrics of a step, or of an evaluation after a step."""
@@ -41,10 +41,10 @@ class Writer:
 
 
 class JsonlWriter(Writer):
-    """A file with one JSON object a line, for the step and for each evaluation.
+    """A JSON lines file with a record per step and per evaluation.
 
     A resumed run continues the file after the step of its checkpoint: lines of later
-    steps, which will be computed again, are removed.
+    steps, which will be recomputed, are removed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -86,8 +86,8 @@ def _step_of(line: str) -> float:
 class TensorBoardWriter(Writer):
     """Scalars for TensorBoard.
 
-    Each record is on the disk when `write` returns: the thread that tensorboardX has
-    for that ends without a word where a disk is full, and its caller waits for good.
+    Each record is on disk when `write` returns: the writer thread of tensorboardX ends
+    silently if a disk is full, and its caller then waits forever.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -138,7 +138,7 @@ class TensorBoardWriter(Writer):
 
 
 class ProgressBar(Writer):
-    """A line at the bottom of the terminal, or below the cell of a notebook."""
+    """A progress bar at the bottom of the terminal, or below the notebook cell."""
 
     def __init__(self, description: str = "train") -> None:
         """Prepare the bar; it appears with `start`.
@@ -177,22 +177,22 @@ class ProgressBar(Writer):
         self._bar.update(int(record["step"] or 0), shown)
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Leave the bar on the screen."""
         if self._bar is not None:
             self._bar.close()
 
 
 class Monitor:
-    """Measures steps without holding up the device, and feeds the writers.
+    """Measures steps without blocking the device, and feeds the writers.
 
-    `log` is called right after a step was dispatched and returns at once. A thread
-    waits for the metrics, notes when they were there, and writes; the time between two
-    steps that are done is the time of a step, whether or not the call that dispatched
-    it waited for the device. `log` waits only when two older steps are not recorded
-    yet, so the host runs at most that far ahead. Throughput counts the tokens that have
-    a target; the first step of a process, which compiles, has none. ``data_seconds`` is
-    the time a step that the loop stood in `data_wait`: while it is far below
-    ``step_seconds``, the device never waits for data.
+    `log` is called right after a step is dispatched and returns at once. A thread waits
+    for the metrics, records when they are ready, and writes; the time between two
+    finished steps is the step time, whether or not the dispatching call waited for the
+    device. `log` waits only if two older steps are not recorded yet, so the host runs
+    at most that far ahead. Throughput counts the tokens that have a target; the first
+    step of a process, which compiles, has none. ``data_seconds`` is the time per step
+    that the loop spent in `data_wait`: while it is far below ``step_seconds``, the
+    device never waits for data.
     """
 
     def __init__(
@@ -212,14 +212,14 @@ class Monitor:
 
         Args:
             writers: Writers of the records; `write` is called on the thread.
-            num_devices: Devices that share the tokens of a step.
+            num_devices: Devices that the tokens of a step are split over.
             total_steps: Steps of the entire run.
             log_every: Steps between two records; rates are means over them.
             flops_per_token: FLOPs by convention, for example ``{"causal": 4.5e10}``.
             peak_flops: Peak of one device; None leaves the utilization unknown.
-            events: Told what a step, or the loop beside it, is doing.
-            devices: Tells them what the devices do; None tells it without profiles.
-            clock: Gives seconds.
+            events: Receiver of events on steps and the loop.
+            devices: Reporter of device events; None makes one without profiles.
+            clock: Function that returns seconds.
         """
         self._writers = list(writers)
         self._num_devices = num_devices
@@ -254,7 +254,7 @@ class Monitor:
     def __exit__(self, *error: object) -> None:
         with contextlib.ExitStack() as stack:  # closes all, whatever fails
             for writer in self._writers:
-                # A full disk must not take the place of what has gone wrong before.
+                # A full disk must not hide an earlier error.
                 also = (OSError,) if error[0] is not None else ()
                 stack.enter_context(contextlib.suppress(*also))
                 stack.callback(writer.close)
@@ -267,7 +267,7 @@ class Monitor:
                 self.note(f"ended by {type(error[1]).__name__}: {error[1]}")
 
     def note(self, text: str) -> None:
-        """Have the writers say what the run does, in a line."""
+        """Pass a status line to the writers."""
         for writer in self._writers:
             writer.note(text)
 
@@ -279,7 +279,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def data_wait(self, step: int | None = None) -> Iterator[None]:
-        """The beginning of `step`, in which the loop waits for its batch."""
+        """Context in which the loop waits for the batch of `step`."""
         self._devices.begin(step)
         begun, before = self._events.emit(phases.BEGIN, step), self._clock()
         yield
@@ -292,21 +292,21 @@ class Monitor:
         metrics: Mapping[str, Any],
         progress: Mapping[str, float] | None = None,
     ) -> None:
-        """Have the metrics of `step`, just dispatched, recorded when they are there.
+        """Record the metrics of `step`, just dispatched, when they are ready.
 
         Args:
             step: Number of the step.
             metrics: Arrays, some of which may not be computed yet.
-            progress: More numbers for the record, known already.
+            progress: Further numbers for the record.
 
         Raises:
-            Exception: what went wrong earlier, on the device or in a writer.
+            Exception: an error that occurred earlier, on the device or in a writer.
         """
         at = self._events.emit(phases.DISPATCHED, step, since=self._fetched)
         self._devices.dispatched(step, at)
         self._raise()
         for value in metrics.values():
-            # Now, since a copy asked for later may wait behind the next step.
+            # Now, since a copy requested later may wait behind the next step.
             value.copy_to_host_async()
         waited, self._waited = self._waited, 0.0
         self._queue.put((step, metrics, waited, progress or {}))
@@ -315,14 +315,14 @@ class Monitor:
         """Wait until every step that was logged is recorded.
 
         Raises:
-            Exception: what went wrong on the device or in a writer.
+            Exception: an error that occurred on the device or in a writer.
         """
         self._queue.join()
         self._raise()
 
     @contextlib.contextmanager
     def pause(self, name: str, step: int) -> Iterator[None]:
-        """Time that counts for no step: ``save`` or ``eval`` after `step`."""
+        """Context whose time counts for no step: ``save`` or ``eval`` after `step`."""
         self.flush()
         before = self._clock()
         with self._events.span(name, step):
@@ -415,7 +415,7 @@ class Monitor:
 
 
 def _number(x: Any) -> int | float | None:
-    """A Python number; None where it is not finite, which JSON cannot say."""
+    """A Python number; None if it is not finite, which JSON cannot express."""
     if x is None:
         return None
     value = x.item() if hasattr(x, "item") else x

@@ -1,7 +1,7 @@
-"""Records of a run for Weights & Biases and MLflow, set up by their own variables.
+"""Metrics for Weights & Biases and MLflow, configured by their environment variables.
 
-Each keeps the name that the service gave the run in its directory, so that a resumed
-run goes on there.
+Each stores the service's id of the run in the run's directory, so that a resumed run
+continues there.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxscale.training.monitoring.monitor import Record, Writer
 
 
 class _Tracker(Writer):
-    """What the two services share."""
+    """Base class of the two trackers."""
 
     _package: str
 
@@ -31,7 +31,8 @@ class _Tracker(Writer):
 
         Args:
             directory: Directory of the run; made if needed.
-            settings: Shown with the run, such as ``dataclasses.asdict(config)``.
+            settings: Settings shown with the run, such as
+                ``dataclasses.asdict(config)``.
             **options: Further arguments of ``wandb.init`` or ``mlflow.start_run``.
 
         Raises:
@@ -50,7 +51,7 @@ class _Tracker(Writer):
         self._run: Any = None
 
     def _known(self) -> str | None:
-        """The name of the run at the service, where it goes on."""
+        """The service's id of the run, if it is resumed."""
         file = self._directory / f"{self._package}.id"
         return file.read_text().strip() if file.is_file() else None
 
@@ -69,7 +70,7 @@ class WandbWriter(_Tracker):
     _package = "wandb"
 
     def start(self, first_step: int, total_steps: int) -> None:
-        """Open the run, or go on with it after `first_step`."""
+        """Open the run, or resume it after `first_step`."""
         known = self._known() if first_step else None
         again = {} if known is None else {"id": known, "resume": "allow"}
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -84,7 +85,7 @@ class WandbWriter(_Tracker):
         self._run.log(metrics, step=step)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining records."""
         if self._run is not None:
             self._run.finish()
 
@@ -99,7 +100,7 @@ class MlflowWriter(_Tracker):
     _package = "mlflow"
 
     def start(self, first_step: int, total_steps: int) -> None:
-        """Open the run, or go on with it after `first_step`."""
+        """Open the run, or resume it after `first_step`."""
         known = self._known() if first_step else None
         self._run = self._service.start_run(run_id=known, **self._options)
         if known is None:

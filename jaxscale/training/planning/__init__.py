@@ -1,1 +1,1 @@
-"""The search for a layout of a run: time, least memory, checks by compiling."""
+"""The search for the parallelism layout of a run: time, memory, compiled checks."""

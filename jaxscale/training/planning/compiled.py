@@ -1,10 +1,10 @@
-"""Compiles training steps for H200s that need not exist.
+"""Compile training steps for H200s without a GPU.
 
-The compiler is JAX's CUDA plugin, which needs neither GPU nor driver. What it says of a
-step is what a run on these GPUs would get, but for XLA's autotuner, which times
-candidates and does not run: memory, and which collectives run where and how often.
+The compiler is JAX's CUDA plugin, which needs neither GPU nor driver. It reports what a
+run on these GPUs would get, except for XLA's autotuner, which does not run: memory, and
+which collectives run where and how often.
 
-It works in a process of its own, since XLA's flags are read once, and so that a
+It runs in a separate process, since XLA's flags are read once, and so that a
 compilation that takes too long can be ended.
 """
 
@@ -52,22 +52,22 @@ _ANSWER = "jaxscale-compiled "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """What XLA makes of a training step; sizes are those of one GPU, in bytes."""
+    """A compiled training step; sizes are per GPU, in bytes."""
 
     gpus: int
-    """GPUs that it is compiled for."""
+    """Number of GPUs that it is compiled for."""
     seconds: float
-    """How long that took."""
+    """Compilation time, in seconds."""
     arguments: int
     """State and batch."""
     outputs: int
     """The state after the step, and metrics."""
     aliased: int
-    """Outputs in the place of arguments."""
+    """Outputs that alias arguments."""
     temporaries: int
     """Everything else at the peak."""
     collectives: tuple[Transfer, ...]
-    """In the order of the program."""
+    """Collectives in program order."""
 
     @property
     def bytes(self) -> int:
@@ -82,13 +82,13 @@ def compile_step(
     xla_flags: tuple[str, ...] = (),
     timeout: float = 900,
 ) -> CompiledStep:
-    """Compiles the step of a decoder's run for a number of H200s.
+    """Compile the training step of a decoder for a number of H200s.
 
     Args:
         config: The settings of the run.
-        gpus: H200s, eight a host.
+        gpus: Number of H200s, eight per host.
         xla_flags: Presets of `jaxscale.sharding.XLA_PRESETS`.
-        timeout: Seconds after which it is given up.
+        timeout: Time limit in seconds.
 
     Raises:
         ImportError: JAX's CUDA plugin is not installed; the message says how to.
@@ -133,7 +133,7 @@ def compile_step(
 
 
 def check_compiler() -> None:
-    """Raise where JAX's CUDA plugin is not there.
+    """Raise if JAX's CUDA plugin is not installed.
 
     Raises:
         ImportError: says what to install.
@@ -156,11 +156,11 @@ def _has(module: str) -> bool:
 
 
 def target_devices(count: int, *, host_gpus: int | None = None) -> list[Any]:
-    """H200s that programs can be compiled for, and that hold nothing.
+    """Abstract H200s that programs can be compiled for.
 
     Args:
-        count: How many.
-        host_gpus: GPUs of a host; None is one host for all.
+        count: Number of H200s.
+        host_gpus: GPUs per host; None is one host for all.
     """
     from jax.experimental import topologies
 
@@ -175,10 +175,10 @@ def target_devices(count: int, *, host_gpus: int | None = None) -> list[Any]:
 
 
 def donate_in_place(module: Any) -> None:
-    """Put donated arguments into the memory of the results that take their place.
+    """Put donated arguments into the memory kind of the results that alias them.
 
-    Devices that need not exist have no kinds of memory, so the shardings of arguments
-    cannot name one. A result that a program moves to the host tells it.
+    Abstract devices have no memory kinds, so the shardings of arguments cannot name
+    one. Results that a program moves to the host reveal it.
     """
     from jax.extend.mlir import ir
 
@@ -200,7 +200,7 @@ def _entries(dictionary: Any) -> dict[str, Any]:
 
 
 def _compile(config: TrainConfig, gpus: int) -> dict[str, Any]:
-    """In the process that compiles: the fields of a `CompiledStep`, as JSON."""
+    """In the compiling process: the fields of a `CompiledStep`, as JSON."""
     begin = time.monotonic()
     mesh = make_mesh(config.mesh, target_devices(gpus))
     step, arguments = abstract_step(config, mesh)
@@ -222,7 +222,7 @@ def _compile(config: TrainConfig, gpus: int) -> dict[str, Any]:
 
 
 def _serve() -> None:
-    """Answers the request on standard input."""
+    """Serve the request on standard input."""
     request = json.load(sys.stdin)
     config = from_dict(TrainConfig, request["config"])
     answer = _compile(config, request["gpus"])

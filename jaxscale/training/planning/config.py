@@ -1,4 +1,4 @@
-"""What a plan of `jaxscale.training.planning.search` is asked for."""
+"""The settings of `jaxscale.training.planning.search`."""
 
 import dataclasses
 import math
@@ -25,17 +25,17 @@ CHOICES = (
     "rows",
     "remat",
 )
-"""What a layout decides; each may be given instead."""
+"""The choices of a layout; a field that is set fixes its choice."""
 
 MOMENTS = {"mu_dtype": "float32", "nu_dtype": "float32", "memory_kind": "device"}
-"""What a plan takes as given of the optimizer, with the defaults."""
+"""Optimizer settings that a plan takes as given, with their defaults."""
 
 _MOST_GPUS = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """What is planned for; a layout decides what is None.
+    """What to plan for; the search chooses what is None.
 
     Example:
         >>> PlanConfig(gpus=64, gpu="h300")
@@ -49,41 +49,45 @@ class PlanConfig:
     gpu: str = "h200"
     """Kind of the GPUs: h200, h100, a100 or b200."""
     batch_size: int | None = None
-    """Rows of a batch; by default about four million tokens."""
+    """Sequences per global batch; by default about four million tokens."""
     seq_len: int | None = None
-    """Tokens of a row; by default what the model allows, at most 8,192."""
+    """Tokens per sequence; by default the model's limit, at most 8,192."""
     pipe: int | None = None
-    """Stages of the pipeline."""
+    """Pipeline-parallel stages."""
     tensor: int | None = None
-    """Shards of heads and hidden features; by default at most the GPUs of a host."""
+    """Tensor-parallel shards; by default at most the GPUs of a host."""
     context: int | None = None
-    """Parts of a row; by default each has at least 4,096 tokens."""
+    """Context-parallel shards; by default each has at least 4,096 tokens of a
+    sequence."""
     data: int | None = None
-    """Copies of the parameters."""
+    """Data-parallel replicas."""
     fsdp: int | None = None
-    """Shards of parameters or moments; by default none, a host's, or all."""
+    """FSDP or ZeRO shards; by default none, a host's GPUs, or all."""
     zero: Literal[1, 2, 3] | None = None
-    """What fsdp shards: moments, gradients too, or parameters too."""
+    """ZeRO stage: fsdp shards optimizer state (1), gradients too (2), parameters too
+    (3)."""
     chunks: int | None = None
-    """Parts of the layers that each stage holds."""
+    """Model chunks per pipeline stage (virtual stages)."""
     rows: int | None = None
-    """Rows of a microbatch of one group."""
+    """Sequences per microbatch of one data-parallel group."""
     remat: Remat | None = None
-    """What the backward pass computes again."""
+    """Activation checkpointing policy."""
     mu_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the first moment is kept."""
+    """Data type of the first moment."""
     nu_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the second moment is kept."""
+    """Data type of the second moment."""
     memory_kind: Literal["device", "pinned_host"] = "device"
-    """Where moments are between steps: pinned_host is the memory of the host."""
+    """Where optimizer state is stored between steps; pinned_host is host memory."""
     tensor_parallel: Literal["fused", "xla"] | None = None
-    """Who communicates; None is the fused kernels inside one host, else XLA."""
+    """How tensor parallelism communicates; None is fused kernels within a host, else
+    XLA."""
     memory_share: float = 0.9
-    """Part of a GPU's memory that the step may take."""
+    """Fraction of GPU memory that a step may use."""
     host_gpus: int | None = None
-    """GPUs of a host, with fast links among them; by default of the kind."""
+    """GPUs per host, joined by fast links; by default as usual for this GPU."""
     nic: float | None = None
-    """GB/s that each GPU reaches between hosts; by default of the kind."""
+    """Network bandwidth per GPU between hosts, in GB/s; by default as usual for this
+    GPU."""
 
     def __post_init__(self) -> None:
         check_choice("gpu", self.gpu, tuple(HARDWARE))
@@ -119,7 +123,7 @@ class PlanConfig:
 
     @property
     def hardware(self) -> Hardware:
-        """The GPUs."""
+        """The figures of `gpu`, with `host_gpus` and `nic`."""
         hardware = HARDWARE[self.gpu]
         return dataclasses.replace(
             hardware,
@@ -129,12 +133,12 @@ class PlanConfig:
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of a parameter in both moments."""
+        """Bytes of optimizer state per parameter."""
         return sum(4 if x == "float32" else 2 for x in (self.mu_dtype, self.nu_dtype))
 
     @property
     def program(self) -> Program:
-        """What runs: the fused kernels are for the GPUs of one process."""
+        """How tensor parallelism communicates: fused kernels need a single process."""
         one_host = self.gpus <= self.hardware.host_gpus
         who = self.tensor_parallel or ("fused" if one_host else "xla")
         return JAXSCALE_FUSED if who == "fused" else JAXSCALE_XLA

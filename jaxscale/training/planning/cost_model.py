@@ -1,21 +1,21 @@
-"""The planner's model of a training step: its time, part by part.
+"""The planner's cost model of a training step: its time, part by part.
 
-The time of a step is that of `m` microbatches on one stage, plus the bubble of the
-pipeline, plus what is paid once a step:
+The time of a step is that of `m` microbatches on one stage, plus the pipeline bubble,
+plus the costs once per step:
 
     time = (m + (p - 1) / v) stage + data + optimizer + fixed
     stage = products + attention + elementwise + exposed communication
 
-`step_time` says what each part is, `jaxscale.training.planning.memory_model` what a
-step holds at least. The constants that describe machines stand in
-`jaxscale.training.hardware`, those that describe programs in `Program`;
-``benchmarks/publish/plan.py`` shows the error on what was published and measured.
+`step_time` describes each part, `jaxscale.training.planning.memory_model` the minimum
+memory of a step. The constants of machines are in `jaxscale.training.hardware`, those
+of programs in `Program`; ``benchmarks/publish/plan.py`` shows the error on published
+and measured runs.
 
 GPUs are numbered so that the axes vary from slow to fast as ``pipe``, ``data``,
 ``fsdp``, ``context``, ``tensor``: a pipeline needs the least bandwidth.
 
-Legend: p stages, v chunks a stage, m microbatches, L layers, D model, F hidden, N and K
-query and key heads of H features, V vocabulary.
+Legend: p stages, v chunks per stage, m microbatches, L layers, D model, F hidden, N and
+K query and key heads of H features, V vocabulary.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from jaxscale.training.hardware import Hardware
 
 type Remat = Literal["none", "attention", "full"]
 
-# Bytes of a number of bf16 and of fp32.
+# Bytes per value of bf16 and of fp32.
 _BF16, _FP32 = 2, 4
 
 
 @runtime_checkable
 class Shape(Protocol):
-    """What the model needs to know of a decoder; a `DecoderConfig` has it."""
+    """The interface of a decoder's shape; a `DecoderConfig` has it."""
 
     @property
     def vocab_size(self) -> int:
@@ -81,7 +81,7 @@ class Shape(Protocol):
 
     @property
     def position(self) -> Any:
-        """``rope``, which is applied in every layer, or another."""
+        """``rope``, which is applied in every layer, or another kind."""
         ...
 
     @property
@@ -91,7 +91,7 @@ class Shape(Protocol):
 
     @property
     def parallel_block(self) -> bool:
-        """Whether attention and feed-forward network have one region."""
+        """Whether the block is parallel, with one tensor-parallel region."""
         ...
 
     @property
@@ -120,7 +120,7 @@ class Shape(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the GPUs share a step.
+    """A parallelism layout.
 
     Example:
         >>> layout = Layout(fsdp=16, pipe=8, tensor=8, chunks=5, batch_size=512)
@@ -129,31 +129,32 @@ class Layout:
     """
 
     data: int = 1
-    """Copies of the parameters, which see other rows."""
+    """Data-parallel replicas."""
     fsdp: int = 1
-    """Shards of parameters or moments, see `zero`, which see other rows too."""
+    """FSDP shards of parameters or optimizer state, see `zero`; also data-parallel."""
     pipe: int = 1
-    """Stages of the pipeline, p."""
+    """Pipeline-parallel stages, p."""
     context: int = 1
-    """Parts of each row."""
+    """Context-parallel shards of each sequence."""
     tensor: int = 1
-    """Shards of heads and hidden features."""
+    """Tensor-parallel shards of heads and hidden features."""
     zero: Literal[1, 2, 3] = 3
-    """What `fsdp` splits. 1: moments and fp32 parameters; gradients are added whole and
-    scattered once a step. 2: gradients too, scattered after each microbatch. 3: also
-    the parameters that are computed with, gathered before each use."""
+    """ZeRO stage of `fsdp`. 1: optimizer state and fp32 parameters; full gradients are
+    accumulated, and reduce-scattered once a step. 2: gradients too, reduce-scattered
+    after each microbatch. 3: also the compute parameters, all-gathered before each
+    use."""
     chunks: int = 1
-    """Parts of the layers that each stage holds, v."""
+    """Model chunks per stage (virtual stages), v."""
     batch_size: int
-    """Rows of a batch over all GPUs."""
+    """Global batch size, in sequences."""
     rows: int = 1
-    """Rows of a microbatch of one of the `data` x `fsdp` groups."""
+    """Sequences per microbatch of one of the `data` x `fsdp` groups."""
     remat: Remat = "none"
-    """What the backward pass computes again."""
+    """Activation checkpointing policy."""
     moment_bytes: int = 8
-    """Bytes of a parameter in both moments."""
+    """Bytes of optimizer state per parameter."""
     memory_kind: Literal["device", "pinned_host"] = "device"
-    """Where moments are between steps."""
+    """Where optimizer state is stored between steps."""
 
     def __post_init__(self) -> None:
         sizes = ("data", "fsdp", "pipe", "context", "tensor")
@@ -175,19 +176,19 @@ class Layout:
 
     @property
     def groups(self) -> int:
-        """Groups of GPUs that see rows of their own."""
+        """Data-parallel groups of GPUs."""
         return self.data * self.fsdp
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step, m."""
+        """Microbatches per step, m."""
         return self.batch_size // (self.rows * self.groups)
 
     def check(self, shape: Shape, seq_len: int) -> None:
-        """Raise where the model does not divide over the layout.
+        """Raise if the model does not divide over the layout.
 
         Raises:
-            ValueError: with the size and the axis.
+            ValueError: it does not; the message names the size and the axis.
         """
         for name, size, axis in (
             ("num_heads", shape.num_heads, "tensor"),
@@ -198,7 +199,7 @@ class Layout:
             if size % (ways := getattr(self, axis)):
                 raise ValueError(f"{name} {size} is not divisible by {axis} {ways}")
         parts = self.context * self.tensor
-        if self.context > 1:  # a device has two pieces of a row
+        if self.context > 1:  # a device has two pieces of a sequence
             parts = math.lcm(parts, 2 * self.context)
         if seq_len % parts:
             raise ValueError(
@@ -217,13 +218,13 @@ class Layout:
             _check_windows(tuple(shape.windows), self.pipe, self.chunks)
 
     def layers(self, shape: Shape) -> int:
-        """Layers that a stage takes the time of; uneven chunks count as the largest."""
+        """Layers per stage that count for time; uneven chunks count as the largest."""
         return self.chunks * -(-shape.num_layers // (self.pipe * self.chunks))
 
 
 @functools.lru_cache(maxsize=4096)
 def _check_windows(windows: tuple[int | None, ...], stages: int, chunks: int) -> None:
-    """Raise where the windows of the layers do not repeat with each chunk."""
+    """Raise if the windows of the layers do not repeat with each chunk."""
     if len(set(windows)) < 2:
         return
     places = place_layers(len(windows), stages, chunks)
@@ -237,39 +238,39 @@ def _check_windows(windows: tuple[int | None, ...], stages: int, chunks: int) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """How much of each communication a program leaves uncovered, and its overheads."""
+    """The exposed fraction of each kind of communication, and overheads."""
 
     name: str
-    """How it is called in tables."""
+    """Name in tables."""
     tensor_exposed: float = 1.0
-    """Part of the time of the tensor-parallel collectives."""
+    """Exposed fraction of tensor-parallel collectives."""
     pipe_exposed: float = 1.0
-    """Part of the time of sends and receives between stages."""
+    """Exposed fraction of sends and receives between stages."""
     context_exposed: float = 1.0
-    """Part of the time in which keys and values are gathered."""
+    """Exposed fraction of all-gathers of keys and values."""
     step_exposed: float = 1.0
-    """Part of the time of collectives that run once a step."""
+    """Exposed fraction of collectives that run once per step."""
     layer_exposed: float = 1.0
-    """Part of the time of collectives of each layer and microbatch (ZeRO-2 and 3), at
-    least what is longer than all computation."""
+    """Exposed fraction of collectives per layer and microbatch (ZeRO-2 and 3), at least
+    the time beyond all computation."""
     elementwise: float = 1.0
-    """Memory traffic of norms, residuals and activations over that of fused ones."""
+    """Memory traffic of norms, residuals and activations, relative to fused ones."""
     accumulation: float = 0.0
-    """Bytes of a parameter that are read and written to add the gradients of one of
-    several microbatches; 0 where that is part of the products and of their rate."""
+    """Bytes read and written per parameter to accumulate the gradients of a microbatch;
+    0 if that is part of the matmuls and of their rate."""
     layer_copies: float = 0.0
-    """Bytes of a parameter that are read and written before each pass of its layer,
-    forward or backward, on a stage of several chunks, which cuts the layer out."""
+    """Bytes read and written per parameter before each forward or backward pass of its
+    layer, on a stage of several chunks, which slices the layer out."""
     split_vocabulary: bool = True
-    """Whether all stages share the output projection; else the last one has it, and
-    the others wait."""
+    """Whether all stages share the output projection; otherwise the last one has it,
+    and the others wait."""
     network: float = 1.0
-    """Part of the rate of the network cards that is reached."""
+    """Achieved fraction of the network cards' bandwidth."""
     fixed: float = 0.0
-    """Seconds a step for data and the host."""
+    """Seconds per step for data and the host."""
     jitter: float = 0.0
-    """Part of a step for each doubling of the GPUs above 256: the slowest is waited
-    for."""
+    """Fraction of a step per doubling of the GPUs above 256, in which all wait for the
+    slowest."""
 
 
 JAXSCALE_XLA = Program(
@@ -299,24 +300,24 @@ def step_time(
 ) -> dict[str, float]:
     """Seconds of a training step, by part; their sum is the step.
 
-    Products run at the rate of large ones, attention at its own, elementwise operations
+    Matmuls run at the rate of large ones, attention at its own, elementwise operations
     at that of memory; full remat computes the forward pass twice, ``attention`` only
-    elementwise operations. A tensor-parallel region gathers and scatters its tokens
-    forward, the same backward and half of that again, because the gathered input is
-    not kept. ``bubble`` is (p - 1) / v of a stage. ``elementwise`` has what memory also
-    moves: gradients that microbatches add to, and layers that are cut out of chunks.
+    elementwise operations. A tensor-parallel region all-gathers and reduce-scatters its
+    tokens forward, the same backward and half of that again, because the gathered input
+    is not saved. ``bubble`` is (p - 1) / v of a stage. ``elementwise`` includes other
+    memory traffic: gradient accumulation, and layers that are sliced out of chunks.
 
     Args:
         shape: The model.
-        seq_len: Tokens of a row.
-        layout: How the GPUs share the step.
-        hardware: What the GPUs do.
-        program: What the program hides.
+        seq_len: Tokens per sequence.
+        layout: The parallelism layout.
+        hardware: The GPUs.
+        program: The communication that the program exposes.
 
     Returns:
         ``products``, ``attention``, ``elementwise``, ``tensor``, ``context``, ``pipe``,
-        ``bubble``, ``data``, ``optimizer``, ``fixed``, ``jitter``. Of communication it
-        is what is not hidden.
+        ``bubble``, ``data``, ``optimizer``, ``fixed``, ``jitter``. Communication counts
+        where it is exposed.
     """
     m, stage = layout.microbatches, _stage(shape, seq_len, layout, hardware, program)
     busy = sum(stage.values())
@@ -326,11 +327,13 @@ def step_time(
     steady = m * busy
     hidden = max(program.layer_exposed * each, each - steady)
     parts["data"] = program.step_exposed * once + hidden
-    # Moments, parameters and gradients read, written and clipped, and cast to bf16.
+    # Optimizer state, parameters and gradients read, written and clipped, and cast to
+    # bf16.
     local = local_parameters(shape, layout) / layout.fsdp
     parts["optimizer"] = 42 * local / hardware.hbm
     if layout.memory_kind == "pinned_host":
-        # Those of the next parameter come as the second half of the last ones goes.
+        # The next parameter's state is copied in while the previous one's is copied
+        # out.
         parts["optimizer"] += 1.5 * layout.moment_bytes * local / hardware.host
     parts["fixed"] = program.fixed
     doublings = max(0.0, math.log2(layout.gpus / 256))
@@ -341,7 +344,7 @@ def step_time(
 def _stage(
     shape: Shape, seq_len: int, layout: Layout, hardware: Hardware, program: Program
 ) -> dict[str, float]:
-    """Seconds of a microbatch on a stage, forward and backward."""
+    """Seconds per microbatch on a stage, forward and backward."""
     t, p, v, c = layout.tensor, layout.pipe, layout.chunks, layout.context
     d, layers = shape.d_model, layout.layers(shape)
     tokens = layout.rows * seq_len / c
@@ -350,9 +353,9 @@ def _stage(
     block, attention = _work(shape, seq_len)
     products = 2 * passes * block * layers
     products += 6 * shape.vocab_size * d / (p if program.split_vocabulary else 1)
-    # The backward pass of attention computes its products five times for two.
+    # The backward pass of attention has five matmuls, the forward pass two.
     attended = (3.5 + full) / 3 * attention * layers
-    # Bytes of a token forward, and twice that backward: reads and writes in bf16.
+    # Bytes per token forward, and twice that backward: reads and writes in bf16.
     one_norm = shape.parallel_block and not shape.parallel_mlp_norm
     touched = (14 * (2 - one_norm) + 6) * d + 2 * shape.num_mlp_kernels * shape.d_ff
     if shape.position == "rope":
@@ -366,16 +369,16 @@ def _stage(
     if v > 1:
         cut = layers * block / t / (layout.fsdp if layout.zero == 3 else 1)
         added += 2 * program.layer_copies * cut / hardware.hbm
-    # Each region gathers and scatters its tokens.
+    # Each region all-gathers and reduce-scatters its tokens.
     regions = 1 if shape.parallel_block else 2
     moved = (passes - 0.5) * 2 * regions * layers * _BF16 * d * (t - 1) / t
     tensor = moved / hardware.rate(stride=1, size=t)
-    # Keys and values of the other parts of a row, in the backward pass too unless
-    # they are kept, and their gradients back.
+    # Keys and values of the other parts of a sequence, in the backward pass too unless
+    # they are saved, and their gradients back.
     kv = 2 * shape.num_kv_heads * shape.head_dim * _BF16 / t
     gathered = (again - 1) * kv * (c - 1) * layers
     context = gathered / _rate(hardware, program, stride=t, size=c)
-    # An activation each way for each chunk; sent, then received.
+    # One activation each way per chunk; sent, then received.
     stride = t * c * layout.groups
     sent = 4 * v * _BF16 * d / t if p > 1 else 0.0
     nic = hardware.neighbor_rate(stride=stride, size=p)
@@ -393,7 +396,7 @@ def _stage(
 def _data(
     shape: Shape, layout: Layout, hardware: Hardware, program: Program
 ) -> tuple[float, float]:
-    """Seconds of the collectives over rows: once a step, and with all microbatches."""
+    """Seconds of data-parallel collectives: once per step, and per microbatch."""
     f, inner = layout.fsdp, layout.context * layout.tensor
     local = local_parameters(shape, layout)
     shard_rate = _rate(hardware, program, stride=inner, size=f)
@@ -405,7 +408,8 @@ def _data(
         once, each = _BF16 * part, _BF16 * part
     else:
         once, each = (_BF16 + _FP32) * part, 0.0
-    # Copies of the parameters, data and context, add up the gradients of a shard.
+    # Replicas of the parameters, over data and context, reduce the gradients of a
+    # shard.
     copies = layout.data * layout.context
     if copies > 1:
         far = (inner * f, layout.data)
@@ -423,7 +427,7 @@ def _rate(hardware: Hardware, program: Program, *, stride: int, size: int) -> fl
 
 @functools.lru_cache(maxsize=64)
 def _work(shape: Shape, seq_len: int) -> tuple[float, float]:
-    """Parameters of a layer in products, and FLOPs of its attention for a token."""
+    """Parameters of a layer in matmuls, and FLOPs of its attention per token."""
     heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     block = shape.d_model * (heads + shape.num_mlp_kernels * shape.d_ff)
     products = shape.num_layers * block + shape.d_model * shape.vocab_size

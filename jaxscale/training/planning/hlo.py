@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, read from XLA's text of it."""
+"""The collectives of a compiled program, parsed from its HLO text."""
 
 import dataclasses
 import math
@@ -11,29 +11,29 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A collective, and what is computed while it is under way."""
+    """A collective, and the computation that overlaps with it."""
 
     operation: str
     """``"all-gather"``, ``"collective-permute"``."""
     axes: frozenset[str]
-    """Mesh axes that it runs over, where the program knows a mesh."""
+    """Mesh axes that it runs over, if the program has a mesh."""
     size: int
     """Bytes of the result."""
     group: int
-    """Devices that take part in one of them."""
+    """Devices per group."""
     trips: tuple[int | None, ...]
-    """Rounds of the loops that it stands in, outermost first; None is unknown."""
+    """Trip counts of its enclosing loops, outermost first; None is unknown."""
     loop: str
-    """The computation that it stands in: the body of the innermost loop."""
+    """Its computation: the body of the innermost loop."""
     behind: tuple[str, ...] | None
-    """Products and kernels between its start and its end, those of a loop as often as
-    they stand there; None where the program waits for it."""
+    """Matmuls and kernels between its start and its end, counted once within a loop;
+    None if it is synchronous."""
     ahead: bool
-    """Whether nothing but the next round of the loop uses the result."""
+    """Whether only the next iteration of the loop uses the result."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Transfer":
-        """What `to_json` wrote."""
+        """Parse the result of `to_json`."""
         behind = values["behind"]
         given = {
             "axes": frozenset(values["axes"]),
@@ -43,17 +43,17 @@ class Transfer:
         return cls(**values | given)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, in types of JSON."""
+        """The fields, as JSON."""
         return dataclasses.asdict(self) | {"axes": sorted(self.axes)}
 
     @property
     def loops(self) -> int:
-        """How many loops it stands in."""
+        """Number of enclosing loops."""
         return len(self.trips)
 
     @property
     def times(self) -> int:
-        """How often it runs in the program; a loop of unknown length counts once."""
+        """How often it runs in the program; loops of unknown length count once."""
         return math.prod(n or 1 for n in self.trips)
 
     @property
@@ -70,19 +70,19 @@ class Transfer:
 
     @property
     def hidden(self) -> bool:
-        """Whether a product or a kernel runs meanwhile."""
+        """Whether a matmul or a kernel overlaps with it."""
         return bool(self.behind)
 
 
 def transfers(hlo: str, mesh: Mapping[str, int] | None = None) -> list[Transfer]:
-    """The collectives of a scheduled program, in its order.
+    """The collectives of a scheduled program, in program order.
 
-    What XLA hides shows in the order of instructions: a collective is started, others
-    run, then it is waited for. How long they take does not show.
+    Overlap shows in the order of instructions: a collective is started, others run,
+    then the program waits for it. Durations do not show.
 
     Args:
         hlo: The text of the program.
-        mesh: Sizes of its mesh axes; None are those that it names first.
+        mesh: Sizes of its mesh axes; None takes the first that the program names.
     """
     computations = parse_hlo(hlo)
     if mesh is None:
@@ -91,7 +91,7 @@ def transfers(hlo: str, mesh: Mapping[str, int] | None = None) -> list[Transfer]
     found: list[Transfer] = []
 
     def products(at: Instruction) -> list[str]:
-        """The products and kernels that an instruction runs."""
+        """The matmuls and kernels that an instruction runs."""
         if at.operation == "custom-call":
             target = re.search(r'custom_call_target="([^"]*)"', at.line)
             assert target is not None, at.line
@@ -157,7 +157,7 @@ _COLLECTIVES = {
 
 
 def _group(line: str, mesh: Mapping[str, int]) -> tuple[frozenset[str], int]:
-    """The mesh axes of a collective, and how many devices take part in one."""
+    """The mesh axes of a collective, and the number of devices per group."""
     if pairs := re.search(r"source_target_pairs=\{(\{.*?\})\}", line):
         groups = _lists(pairs[1])
         axes = _varying(groups, mesh)
@@ -215,7 +215,7 @@ def _varying(groups: np.ndarray, mesh: Mapping[str, int]) -> frozenset[str]:
 
 
 def _only_carried(order: list["Instruction"], name: str) -> bool:
-    """Whether a result goes on to the root of its computation and nowhere else."""
+    """Whether a result is used only by the root of its computation."""
     moves = {"bitcast", "copy", "get-tuple-element", "tuple"}
     users = [x for x in order if name in x.operands]
     return bool(users) and all(
@@ -225,7 +225,7 @@ def _only_carried(order: list["Instruction"], name: str) -> bool:
 
 
 def called_by(at: "Instruction") -> list[str]:
-    """The computations that an instruction runs, but the condition of a loop."""
+    """The computations that an instruction runs, except the condition of a loop."""
     if at.operation == "conditional":
         branches = re.search(r"(?:branch|true)_computations?=(.*)", at.line)
         assert branches is not None, at.line
@@ -239,7 +239,7 @@ class Instruction:
 
     name: str
     shapes: tuple[str, ...]
-    """Of each array of the result."""
+    """Bytes of each array of the result."""
     operation: str
     operands: tuple[str, ...]
     line: str
@@ -270,7 +270,7 @@ def parse_hlo(hlo: str) -> dict[str, dict[str, Instruction]]:
 
 
 def _end_of_shape(text: str) -> int:
-    """Where the type of a result ends, at a space outside of parentheses."""
+    """The end of a result's type, at a space outside of parentheses."""
     depth = 0
     for i, letter in enumerate(text):
         depth += {"(": 1, ")": -1}.get(letter, 0)

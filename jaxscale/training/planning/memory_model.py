@@ -1,7 +1,7 @@
-"""What a training step cannot do without: a lower bound of a GPU's memory, counted.
+"""A lower bound on the GPU memory of a training step.
 
-Nothing is fitted. What XLA reserves is more: copies in bf16, gathered parameters,
-logits, room to work in, holes. ``jaxscale plan --compile`` says how much that is.
+It is counted, not fitted. XLA reserves more: copies in bf16, gathered parameters,
+logits, temporaries, fragmentation. ``jaxscale plan --compile`` says how much.
 """
 
 from jaxscale.sharding.schedule import stash_size
@@ -12,17 +12,16 @@ _BF16, _FP32 = 2, 4  # bytes of a number
 
 
 def least_memory(shape: Shape, seq_len: int, layout: Layout) -> dict[str, float]:
-    """Bytes of a GPU that a step needs at least, by part.
+    """Minimum bytes per GPU of a step, by part.
 
-    Parameters and gradients are in fp32; ZeRO-1 and 2 hold all parameters in bf16
-    besides. Gradients of one microbatch take the place of
-    the activations that they are computed from; those of several are added up, as in a
-    pipeline, and stand beside them.
+    Parameters and gradients are in fp32; ZeRO-1 and 2 also hold all parameters in bf16.
+    Gradients of a single microbatch reuse the memory of the activations; with gradient
+    accumulation, as in a pipeline, they are held besides.
 
     Args:
         shape: The model.
-        seq_len: Tokens of a row.
-        layout: How the GPUs share the step.
+        seq_len: Tokens per sequence.
+        layout: The parallelism layout.
 
     Returns:
         ``parameters``, ``moments``, ``gradients``, ``activations``.
@@ -50,14 +49,14 @@ def least_memory(shape: Shape, seq_len: int, layout: Layout) -> dict[str, float]
 
 
 def _kept(shape: Shape, remat: str) -> float:
-    """Bytes of a token and layer that the backward pass finds, of all GPUs."""
+    """Bytes per token and layer that are saved for the backward pass, over all GPUs."""
     d, f = shape.d_model, shape.d_ff
     if remat == "full":  # the input
         return _BF16 * d
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    if remat == "attention":  # results of products and of attention, and the input
+    if remat == "attention":  # results of matmuls and of attention, and the input
         return _BF16 * (3 * d + 2 * q + 2 * kv + (shape.num_mlp_kernels - 1) * f)
-    # Inputs of norms, their outputs, queries, keys, values, what attention and the
-    # feed-forward network feed their last products.
+    # Inputs and outputs of norms, queries, keys, values, inputs of the output and down
+    # projections.
     norms = 1 if shape.parallel_block and not shape.parallel_mlp_norm else 2
     return _BF16 * (2 * norms * d + 2 * q + 2 * kv + shape.num_mlp_kernels * f)

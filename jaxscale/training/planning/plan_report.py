@@ -1,4 +1,4 @@
-"""A plan in words, as text for a terminal and as a page."""
+"""Reports of a plan, as text for a terminal and as an HTML page."""
 
 import html
 import math
@@ -35,7 +35,7 @@ _PARTS = {
 }
 _BAR = 60
 _OTHERS = 3
-_MOST_CELLS = 20_000  # of a schedule that is drawn
+_MOST_CELLS = 20_000  # of a schedule drawing
 
 
 def text(plan: Plan, name: str, *, top: int = 10) -> str:
@@ -43,8 +43,8 @@ def text(plan: Plan, name: str, *, top: int = 10) -> str:
 
     Args:
         plan: The plan.
-        name: The model, as `jaxscale train` calls it.
-        top: How many layouts are shown.
+        name: Name of the model, as for `jaxscale train`.
+        top: Number of layouts to show.
     """
     shown = plan.ranked[:top]
     rows = [_COLUMNS, *(tuple(_row(found)) for found in shown)]
@@ -60,7 +60,7 @@ def text(plan: Plan, name: str, *, top: int = 10) -> str:
 
 
 def why(plan: Plan) -> list[str]:
-    """Why the first is first, and what excludes the others, a line each."""
+    """Why the best layout is the best, and what excludes the others, one line each."""
     best = plan.best
     parts = sorted(best.time, key=lambda part: -best.time[part])
     shares = ", ".join(
@@ -103,7 +103,7 @@ def why(plan: Plan) -> list[str]:
 
 
 def _mesh(layout: Layout, host_gpus: int) -> str:
-    """Which axes lie on the links of a host, and which go between hosts."""
+    """Which axes use the links within a host, and which go between hosts."""
     inside, across, room = [], [], host_gpus
     for axis in ("tensor", "context", "fsdp", "data", "pipe"):  # neighbors first
         size = getattr(layout, axis)
@@ -118,7 +118,7 @@ def _mesh(layout: Layout, host_gpus: int) -> str:
 
 
 def _slower(plan: Plan) -> str:
-    """Why the second is not the first, as a sentence."""
+    """Why the second layout is not the best, as a sentence."""
     best, other = plan.best, plan.ranked[1]
     share = other.seconds / best.seconds - 1
     growth = {part: other.time[part] - best.time[part] for part in best.time}
@@ -140,12 +140,12 @@ def _slower(plan: Plan) -> str:
 def write_report(
     plan: Plan, name: str, command: str, path: str | Path, *, top: int = 30
 ) -> Path:
-    """A page with the table, the bars, the reasons and the schedule of the best.
+    """Write an HTML page with the table, the bars, the reasons and the best schedule.
 
     Args:
         plan: The plan.
         name: The model, as `jaxscale train` calls it.
-        command: What trains with the best layout, see `train_command`.
+        command: Command that trains with the best layout, see `train_command`.
         path: The HTML file.
         top: How many layouts are shown.
     """
@@ -227,7 +227,7 @@ def _row(found: Estimate) -> list[str]:
 
 
 def _bars(shown: Sequence[Estimate]) -> list[str]:
-    """A bar for each layout, as long as its step, in letters for its parts."""
+    """A bar for each layout, as long as its step, with a letter for each part."""
     longest = max(found.seconds for found in shown)
     lines = []
     for n, found in enumerate(shown, start=1):

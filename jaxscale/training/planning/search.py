@@ -1,7 +1,7 @@
-"""Chooses how many GPUs share a training step: tries layouts, ranks and explains them.
+"""Search for parallelism layouts of a training step: enumerate, rank and explain them.
 
-What a layout costs is estimated by `jaxscale.training.planning.cost_model`. No jax is
-needed, and no device.
+Costs are estimated by `jaxscale.training.planning.cost_model`. Neither jax nor a device
+is needed.
 """
 
 import collections
@@ -27,25 +27,25 @@ COMMUNICATION = ("tensor", "context", "pipe", "data")
 """Parts of the time that are communication."""
 
 _TOKENS = 2**22
-_LEAST_TOKENS = 4096  # of a part of a row, unless the context is given
+_LEAST_TOKENS = 4096  # of a context-parallel shard, unless the context is given
 _MOST_ROWS = 64
 _KEPT = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A layout with what it is expected to cost."""
+    """A layout with its estimated cost."""
 
     layout: Layout
-    """How the GPUs share the step."""
+    """The parallelism layout."""
     time: Mapping[str, float]
     """Seconds of a step, by part."""
     memory: Mapping[str, float]
-    """Bytes of a GPU that the step needs at least, by part."""
+    """Minimum bytes per GPU of the step, by part."""
     tokens: int
-    """Tokens of a batch."""
+    """Tokens per batch."""
     mfu: float
-    """Model FLOP/s utilization, the causal half of attention counted."""
+    """Model FLOP/s utilization, counting the causal half of attention."""
 
     @property
     def seconds(self) -> float:
@@ -54,17 +54,17 @@ class Estimate:
 
     @property
     def bytes(self) -> float:
-        """Bytes of a GPU that the step needs at least; XLA reserves more."""
+        """Minimum bytes per GPU of the step; XLA reserves more."""
         return sum(self.memory.values())
 
     @property
     def bubble(self) -> float:
-        """Part of the step in which a stage waits for another."""
+        """Bubble: fraction of the step in which a stage waits for another."""
         return self.time["bubble"] / self.seconds
 
     @property
     def communication(self) -> float:
-        """Part of the step that is communication which nothing hides."""
+        """Fraction of the step that is exposed communication."""
         return sum(self.time[part] for part in COMMUNICATION) / self.seconds
 
 
@@ -73,32 +73,33 @@ class Plan:
     """The layouts that were tried."""
 
     config: PlanConfig
-    """What was asked, with the sizes of a batch filled in."""
+    """The request, with the sizes of a batch filled in."""
     ranked: Sequence[Estimate]
-    """Those that fit, the fastest first; at most a thousand."""
+    """Layouts that fit, the fastest first; at most a thousand."""
     num_fitting: int
-    """How many fit."""
+    """Number of layouts that fit."""
     num_too_large: int
-    """How many need more memory than there is."""
+    """Number of layouts that need too much memory."""
     refused: Mapping[str, int]
-    """How many the model does not divide over, by the reason."""
+    """Number of layouts that the model does not divide over, by reason."""
     fastest: Mapping[tuple[str, Any], Estimate]
-    """The fastest that fits, by a choice and its value."""
+    """The fastest layout that fits, by a choice and its value."""
     smallest: Mapping[tuple[str, Any], Estimate]
-    """That which needs least memory of those too large, by a choice and its value."""
+    """The too large layout with the least memory, by a choice and its value."""
 
     @property
     def best(self) -> Estimate:
-        """The fastest that fits."""
+        """The fastest layout that fits."""
         return self.ranked[0]
 
     @property
     def limit(self) -> float:
-        """Bytes of a GPU that a step may take."""
+        """Bytes per GPU that a step may use."""
         return self.config.memory_share * self.config.hardware.memory
 
     def alternatives(self) -> "Iterator[tuple[str, Any, Estimate]]":
-        """Each other value of what the best layout decides, with everything else anew.
+        """Each other value of the best layout's choices, with everything else
+        re-optimized.
 
         Yields the choice, the value, and the fastest such layout that fits, or the
         smallest if none does.
@@ -113,7 +114,7 @@ class Plan:
     def verdict(self, other: Estimate) -> str:
         """Why a layout is not the best: how much slower it is, or what does not fit.
 
-        A slower one is said to be by the part of the time that grows most.
+        For a slower one it names the part of the time that grows most.
         """
         best = self.best
         if other.bytes > self.limit:
@@ -129,15 +130,15 @@ class Plan:
 
 
 def plan_layouts(shape: Shape, config: PlanConfig) -> Plan:
-    """Tries the layouts of `config.gpus` GPUs, and ranks those that fit by time.
+    """Enumerate the layouts of `config.gpus` GPUs, and rank those that fit by time.
 
     Args:
         shape: The model, a `DecoderConfig`.
-        config: What is planned for.
+        config: What to plan for.
 
     Raises:
-        ValueError: no layout fits. The message says what is short and by how much, or
-            why the model does not divide.
+        ValueError: no layout fits. The message says how much memory is missing, or why
+            the model does not divide.
 
     Example:
         >>> from jaxscale.models.llama import llama3_8b
@@ -182,12 +183,12 @@ def plan_layouts(shape: Shape, config: PlanConfig) -> Plan:
 
 
 def estimate(shape: Shape, layout: Layout, config: PlanConfig) -> Estimate:
-    """What one layout is expected to cost; whether it fits is not asked.
+    """The estimated cost of one layout, whether or not it fits.
 
     Args:
         shape: The model.
-        layout: How the GPUs share the step.
-        config: The kind of the GPUs and the tokens of a row.
+        layout: The parallelism layout.
+        config: The kind of the GPUs and the tokens per sequence.
 
     Raises:
         ValueError: the model does not divide over the layout.
@@ -208,7 +209,7 @@ def estimate(shape: Shape, layout: Layout, config: PlanConfig) -> Estimate:
 
 
 def train_settings(found: Estimate, config: PlanConfig) -> dict[str, Any]:
-    """The settings of a `TrainConfig` that a layout decides, by dotted names.
+    """The settings of a `TrainConfig` that a layout decides, by dotted name.
 
     Args:
         found: The layout.
@@ -231,7 +232,7 @@ def train_settings(found: Estimate, config: PlanConfig) -> dict[str, Any]:
         "zero": layout.zero if layout.fsdp > 1 else 3,
         "replicated": False,
         "remat": layout.remat,
-        # Of layers that are not looped over XLA keeps and moves more than is planned.
+        # For layers that are not scanned XLA saves and moves more than is planned.
         "scan_layers": layout.remat != "none",
         "tensor_parallel": fused if layout.tensor > 1 else None,
         **{f"optimizer.{name}": getattr(config, name) for name in MOMENTS},
@@ -243,7 +244,7 @@ def train_command(name: str, run: Any, found: Estimate, config: PlanConfig) -> s
 
     Args:
         name: The run, for example the preset of the model.
-        run: Its settings, a `TrainConfig`: what the command need not say.
+        run: Its settings, a `TrainConfig`, which the command may leave out.
         found: The layout.
         config: What was planned for.
     """
@@ -263,7 +264,7 @@ def train_command(name: str, run: Any, found: Estimate, config: PlanConfig) -> s
 
 
 def xla_flags(layout: Layout) -> tuple[str, ...]:
-    """The presets of XLA's flags whose overlap a plan counts on."""
+    """The presets of XLA flags whose overlap a plan assumes."""
     return ("overlap",) if layout.gpus > 1 else ()
 
 
@@ -336,21 +337,21 @@ def _split(
 def _options(
     shape: Shape, config: PlanConfig, sizes: Mapping[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """What a layout decides besides the sizes of its axes."""
+    """The choices of a layout besides the sizes of its axes."""
     p = sizes["pipe"]
     each = max(1, (config.batch_size or 1) // (sizes["data"] * sizes["fsdp"]))
     rows = [r for r in _divisors(each) if r <= _MOST_ROWS and r & (r - 1) == 0]
     zeros: Sequence[int] = (1,)
     if sizes["fsdp"] > 1:
-        # A pipeline adds whole gradients until all microbatches are through.
+        # A pipeline accumulates full gradients over all microbatches.
         zeros = (1, 2, 3) if p == 1 else (1, 3)
     most = 1 if p == 1 else shape.num_layers // p
     largest = [-(-shape.num_layers // (p * v)) for v in range(1, most + 1)]
-    # Of as many layers in the largest chunk, the fewest chunks.
+    # For equally many layers in the largest chunk, the fewest chunks.
     chunks = sorted({largest.index(layers) + 1 for layers in largest})
     remats: Sequence[str] = ("none", "attention", "full")
     for r in [config.rows] if config.rows else rows:
-        # Several chunks take microbatches in groups of p.
+        # Several chunks need microbatches in groups of p.
         fitting = chunks if each // r % p == 0 else [1]
         for zero in [config.zero] if config.zero else zeros:
             for v in [config.chunks] if config.chunks else fitting:
@@ -395,7 +396,7 @@ def _nothing_fits(
     refused: Mapping[str, int],
     limit: float,
 ) -> str:
-    """Say what is short and by how much, or why nothing divides."""
+    """The error that says how much memory is missing, or why nothing divides."""
     where = f"no layout of {config.gpus} {config.hardware.name}"
     if not smallest:
         most = sorted(refused, key=lambda reason: -refused[reason])[:4]
@@ -421,7 +422,7 @@ def _nothing_fits(
 
 
 def describe(layout: Layout) -> str:
-    """The layout in a line.
+    """The layout in one line.
 
     Example:
         >>> describe(Layout(fsdp=4, tensor=2, zero=3, batch_size=8, remat="full"))

@@ -1,4 +1,4 @@
-"""A plan as the settings of a run, and as what XLA compiles of it."""
+"""A plan as the settings of a run, and its compiled program."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from jaxscale.training.planning.search import Estimate, train_settings
 
 
 def planned_run(run: TrainConfig, found: Estimate, config: PlanConfig) -> TrainConfig:
-    """The settings of a run in a layout, which are checked as `fit` checks them.
+    """The settings of a run with a layout, validated as `fit` does.
 
     Args:
         run: The run.
@@ -20,7 +20,7 @@ def planned_run(run: TrainConfig, found: Estimate, config: PlanConfig) -> TrainC
         config: What was planned for.
 
     Raises:
-        ValueError: the run cannot be trained so.
+        ValueError: the run cannot be trained with this layout.
     """
     settings: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}
@@ -36,30 +36,30 @@ def planned_run(run: TrainConfig, found: Estimate, config: PlanConfig) -> TrainC
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """Equal collectives of a compiled step."""
+    """A group of equal collectives of a compiled step."""
 
     operation: str
     """``"all-gather"``, ``"collective-permute"``."""
     axes: tuple[str, ...]
     """Mesh axes that it runs over."""
     gpus: int
-    """GPUs that take part in one."""
+    """GPUs per group."""
     bytes: int
-    """Bytes of the result on a GPU."""
+    """Bytes of the result per GPU."""
     loops: tuple[int | None, ...]
-    """Rounds of the loops that it stands in, outermost first; None is unknown."""
+    """Trip counts of the enclosing loops, outermost first; None is unknown."""
     count: int
-    """How often it runs in a step; a loop of unknown length counts once."""
+    """How often it runs per step; a loop with an unknown trip count counts once."""
     sent: float
-    """Bytes that a GPU sends in a step, along a ring."""
+    """Bytes that a GPU sends per step, along a ring."""
     asynchronous: bool
-    """Whether it is started and waited for apart."""
+    """Whether it is asynchronous, with separate start and wait."""
     hidden: bool
-    """Whether a product or a kernel runs meanwhile."""
+    """Whether a matmul or a kernel overlaps with it."""
 
 
 def collectives(step: CompiledStep) -> list[Collective]:
-    """The collectives of a step, those that send most first."""
+    """The collectives of a step, by bytes sent, the largest first."""
     groups: dict[tuple[Any, ...], list[Transfer]] = {}
     for found in step.collectives:
         how = found.behind is not None, found.hidden
@@ -83,12 +83,12 @@ def collectives(step: CompiledStep) -> list[Collective]:
 
 
 def compiled_text(found: Estimate, step: CompiledStep, *, top: int = 16) -> str:
-    """What was compiled, beside the estimate, for a terminal.
+    """The compiled step next to the estimate, for a terminal.
 
     Args:
         found: The layout.
-        step: What XLA made of it.
-        top: How many kinds of collectives are shown.
+        step: The compiled step.
+        top: Number of kinds of collectives to show.
     """
     lines = [
         f"Compiled for {step.gpus:,} H200s in {step.seconds:,.0f} s: the step "
