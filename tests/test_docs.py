@@ -174,15 +174,18 @@ def test_what_pjit_became_computes_what_it_says():
     assert str(jax.typeof(here["typed_y"])) == "float32[8@data,32@tensor]"
 
 
-def test_the_rows_of_a_host_become_a_global_array():
+def test_the_batches_of_hosts_become_a_global_array():
     page = (ROOT / "docs/hosts.md").read_text()
-    section = page.partition("## The rows of each host")[2].partition("\n## ")[0]
+    section = page.partition("## The batch of each host")[2].partition("\n## ")[0]
     here: dict[str, Any] = {}
     for block in python(section):
         exec(compile(block, "docs/hosts.md", "exec"), here)
     tokens = here["tokens"]
     np.testing.assert_array_equal(tokens, np.arange(32)[:, None] + np.arange(16))
-    assert tokens.sharding == here["rows"] and len(tokens.sharding.device_set) == 8
+    assert (
+        tokens.sharding == here["batch_sharding"]
+        and len(tokens.sharding.device_set) == 8
+    )
 
 
 # Arrays that the text around names, with their shapes.
