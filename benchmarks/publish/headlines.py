@@ -119,7 +119,7 @@ HEADLINES = (
 )
 
 OURS = "jaxscale"
-"""What names of ours begin with: in another precision or layout they are no baselines."""
+"""What our names begin with: in another precision or layout they are no baselines."""
 
 NAMES = {
     "cudnn": "cuDNN",
