@@ -273,8 +273,8 @@ def test_the_batches_of_hosts_become_a_global_array():
 # Arrays that the text around names, with their shapes.
 GIVEN = {
     "flux.md": "b b_scale x",
-    "kernels.md": "b bias bk bq bv cu cu_seqlens k ks kv layer lengths pages q qs residual "
-    "scale source table target to_keys to_queries v vs w wk wq wv x",
+    "kernels.md": "b bias bk bq bv cu cu_seqlens k ks kv layer lengths pages q qs "
+    "residual scale source table target to_keys to_queries v vs w wk wq wv x",
     "tilewise-kernel.md": "w_down w_gate w_up x",
 }
 
