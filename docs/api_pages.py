@@ -1,7 +1,9 @@
-"""Writes one API page for each package: every public name, from its docstring.
+"""Writes the API pages of each package: every public name, from its docstring.
 
-Sphinx finds no docstring of a constant that a package imports from one of its files,
-so the pages name each object instead of leaving the list to ``automodule``.
+Names are in the order of use, which is that of ``docs/api.md``. A large package has a
+page for each of the tasks there. Sphinx finds no docstring of a constant that a package
+imports from one of its files, so the pages name each object instead of leaving the list
+to ``automodule``.
 """
 
 import ast
@@ -11,6 +13,7 @@ import pkgutil
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +36,15 @@ INTERNAL_PACKAGES = (
     "jaxscale.training.planning",
     "pallas_kernels.mosaic",
 )
+# Their names fill more than 5,000 words; the task whose names are on the first page.
+LARGE_PACKAGES = {
+    "jaxscale.inference": "Generate text",
+    "jaxscale.models": "Choose a model",
+    "jaxscale.nn": "Layers and blocks",
+    "jaxscale.sharding": "Make a mesh and choose rules",
+    "jaxscale.training": "Set up the run and start it",
+}
+TASKS = Path(__file__).with_name("api.md")
 
 
 def packages() -> list[str]:
@@ -46,25 +58,55 @@ def packages() -> list[str]:
 
 def write(folder: Path) -> None:
     """Write the pages into `folder`, and remove those of packages that are gone."""
-    folder.mkdir(exist_ok=True)
-    pages = {f"{name}.rst": page(name) for name in packages()}
-    for old in folder.glob("*.rst"):
-        if old.name not in pages:
+    (folder / "parts").mkdir(parents=True, exist_ok=True)
+    written = {f"{n}.rst": text for p in packages() for n, text in pages(p).items()}
+    for old in folder.rglob("*.rst"):
+        if old.relative_to(folder).as_posix() not in written:
             old.unlink()
-    for name, text in pages.items():
+    for name, text in written.items():
         file = folder / name
         if not file.exists() or file.read_text() != text:
             file.write_text(text)
 
 
-def page(package: str) -> str:
-    """The page of one package, as reStructuredText."""
+def tasks(package: str) -> dict[str, list[str]]:
+    """The public names of a package by task, in the order of use."""
+    found = {}
+    blocks = re.findall(r"(?ms)^```\{names\} ([^\n]+)\n(.*?)^```$", TASKS.read_text())
+    for task, names in blocks:
+        full = [full_name(name).rpartition(".") for name in names.split()]
+        if here := [name for owner, _, name in full if owner == package]:
+            found[task] = here
+    if first := LARGE_PACKAGES.get(package):
+        found = {first: found[first]} | found
+    return found
+
+
+def pages(package: str) -> dict[str, str]:
+    """The pages of one package by name, as reStructuredText."""
     module = importlib.import_module(package)
     lines = [package, "=" * len(package), "", f".. automodule:: {package}", ""]
-    lines += [f".. currentmodule:: {package}", ""]
-    for name in getattr(module, "__all__", ()):
+    by_task = tasks(package)
+    if package not in LARGE_PACKAGES:
+        names = [name for each in by_task.values() for name in each]
+        return {package: "\n".join([*lines, *_listed(module, names)])}
+    (_, first), *rest = by_task.items()
+    lines += [*_listed(module, first), "More", "----", "", ".. toctree::"]
+    lines += ["   :maxdepth: 1", ""]
+    made = {}
+    for task, names in rest:
+        name = f"parts/{package}-{re.sub(r'[^a-z]+', '-', task.lower()).strip('-')}"
+        title = f"{package}: {task}"
+        lines.append(f"   {name}")
+        made[name] = "\n".join([title, "=" * len(title), "", *_listed(module, names)])
+    return {package: "\n".join([*lines, ""])} | made
+
+
+def _listed(module: ModuleType, names: Sequence[str]) -> list[str]:
+    lines = [f".. currentmodule:: {module.__name__}", ""]
+    for name in names:
         lines += [*_directive(module, name), ""]
-    return "\n".join(lines)
+    return lines
 
 
 def docstring(module: ModuleType, name: str) -> str:

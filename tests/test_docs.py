@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxscale
+from conftest import COMPILE_FAST
 from docs import (
     flover_pictures,
     front_pictures,
@@ -40,6 +41,8 @@ from jaxscale.cli import (
 )
 from jaxscale.recipes import runs
 from jaxscale.training import TrainConfig
+from tests.pages import blocks as python
+from tests.search import Search
 
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +51,7 @@ SYSTEMS = ["Flux", "ByteTransformer", "Flover", "MegaScale", "Tile-wise sparsity
 
 @pytest.mark.slow
 def test_docs_build_without_warnings(tmp_path):
+    """One build, which takes a minute, and all that is checked of it."""
     result = subprocess.run(
         [
             *(sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q"),
@@ -59,15 +63,25 @@ def test_docs_build_without_warnings(tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    page = (tmp_path / "html/generated/jaxscale.sharding.html").read_text()
+    check_objects(tmp_path / "html")
+    check_lengths(tmp_path / "html")
+    search = Search(tmp_path / "html")
+    assert {query: search.pages(query)[0] for query in FOUND} == FOUND
+
+
+def check_objects(html: Path) -> None:
+    page = (html / "generated/jaxscale.sharding.html").read_text()
     for name in ("make_mesh", "AxisRules", "REPLICATED"):
         assert f'id="jaxscale.sharding.{name}"' in page
     assert "Rules that split no axis" in page  # the string under a constant
-    assert "<math" in (tmp_path / "html/flux.html").read_text()
-    page = (tmp_path / "html/flux.html").read_text().lower()
+    assert "<math" in (html / "flux.html").read_text()
+    page = (html / "flux.html").read_text().lower()
     assert not re.search("<script[^>]*mathjax|mathjax[^<]*</script", page)
-    page = (tmp_path / "html/generated/jaxscale.nn.html").read_text()
+    page = (html / "generated/parts/jaxscale.nn-tensor-parallelism.html").read_text()
     assert 'id="jaxscale.nn.JoinedLinear.__call__"' in page
+    page = (html / "generated/jaxscale.nn.html").read_text()
+    found = re.findall(r'<dt class="sig[^>]* id="jaxscale\.nn\.(\w+)"', page)
+    assert found[:3] == ["Attention", "MLP", "Linear"]
     text = re.sub("<[^>]+>", "", page.partition('id="jaxscale.nn.Linear"')[2])
     for part in (
         "in_features: int",
@@ -75,6 +89,42 @@ def test_docs_build_without_warnings(tmp_path):
         "use_bias: bool = False",
     ):
         assert part in text[:4000]
+
+
+def check_lengths(html: Path) -> None:
+    """In words that are not behind a fold; a package that grows is split by task."""
+    pages = [path for path in html.rglob("*.html") if "_modules" not in path.parts]
+    long = {}
+    for path in pages:
+        article = re.search(
+            '(?s)<article class="bd-article".*</article>', path.read_text()
+        )
+        if article and path.stem != "genindex":
+            shown = re.sub("(?s)<details>.*?</details>|<[^>]+>", " ", article[0])
+            long[path.stem] = len(shown.split())
+    assert len(long) > 80
+    assert not {name: words for name, words in long.items() if words >= 5000}
+
+
+FOUND = {
+    "activation checkpointing": "training-step",
+    "baseline": "benchmarks",
+    "driver": "install",
+    "fault tolerance": "supervision",
+    "FlashAttention": "bytetransformer-kernel",
+    "GEMM": "flux",
+    "gradient accumulation": "training",
+    "matmul": "flux",
+    "mixed precision": "training",
+    "multi-node": "hosts",
+    "OpenAI-compatible server": "serving",
+    "optimizer state": "training-step",
+    "sequence packing": "bytetransformer",
+    "Slurm": "hosts",
+    "throughput": "training",
+    "varlen": "kernels",
+}
+"""What the search must find first: a page for each word of the field."""
 
 
 def rows(text: str) -> list[str]:
@@ -100,9 +150,41 @@ def test_links_lead_to_files(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/own_model.md"])
-def test_examples_run(page):
+SIMULATED = "JAX_NUM_CPU_DEVICES=8"
+"""What a page says whose code needs several devices."""
+ON_ONE_DEVICE = (
+    *("README.md", "docs/index.md", "docs/models.md", "docs/bytetransformer.md"),
+    *("docs/tilewise.md", "docs/tensor.md"),
+)
+
+
+@pytest.mark.slow
+def test_examples_run_on_one_device():
     """The Python of these pages, top to bottom, as a reader would paste it."""
+    assert not [
+        page for page in ON_ONE_DEVICE if SIMULATED in (ROOT / page).read_text()
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = " ".join(COMPILE_FAST)
+    environment.pop("JAX_NUM_CPU_DEVICES", None)
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.pages", *ON_ONE_DEVICE],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=590,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/own_model.md", "docs/scaling.md", "docs/hosts.md"]
+)
+def test_examples_run_on_eight_devices(page):
+    """The same, where the page says how they are simulated."""
+    assert SIMULATED in (ROOT / page).read_text()
     script = "\n".join(blocks(ROOT / page))
     assert script
     with jax.numpy_dtype_promotion("standard"):  # the default of a reader's session
@@ -174,22 +256,25 @@ def test_what_pjit_became_computes_what_it_says():
     assert str(jax.typeof(here["typed_y"])) == "float32[8@data,32@tensor]"
 
 
-def test_the_rows_of_a_host_become_a_global_array():
+def test_the_batches_of_hosts_become_a_global_array():
     page = (ROOT / "docs/hosts.md").read_text()
-    section = page.partition("## The rows of each host")[2].partition("\n## ")[0]
+    section = page.partition("## The batch of each host")[2].partition("\n## ")[0]
     here: dict[str, Any] = {}
     for block in python(section):
         exec(compile(block, "docs/hosts.md", "exec"), here)
     tokens = here["tokens"]
     np.testing.assert_array_equal(tokens, np.arange(32)[:, None] + np.arange(16))
-    assert tokens.sharding == here["rows"] and len(tokens.sharding.device_set) == 8
+    assert (
+        tokens.sharding == here["batch_sharding"]
+        and len(tokens.sharding.device_set) == 8
+    )
 
 
 # Arrays that the text around names, with their shapes.
 GIVEN = {
     "flux.md": "b b_scale x",
-    "kernels.md": "b bias bk bq bv cu cu_seqlens k kv layer lengths pages q residual "
-    "rows scale source table target to_keys to_queries v w wk wq wv x",
+    "kernels.md": "b bias bk bq bv cu cu_seqlens k ks kv layer lengths pages q qs "
+    "residual scale source table target to_keys to_queries v vs w wk wq wv x",
     "tilewise-kernel.md": "w_down w_gate w_up x",
 }
 
@@ -214,10 +299,6 @@ def blocks(page: Path) -> list[str]:
     return python(page.read_text())
 
 
-def python(text: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_imports_what_exists(page):
     for block in blocks(page):
@@ -240,7 +321,7 @@ def commands() -> list[str]:
     """Every call of the command line that pages and help texts show."""
     texts = [*(page.read_text() for page in PAGES), train._help()]
     found = re.findall(
-        rf"^ *(?:\$ )?jaxscale ((?:{NAMES})(?: .*)?)$",
+        rf"^ *(?:\$ )?(?:JAX_\w+=\S+ )*jaxscale ((?:{NAMES})(?: .*?)?)(?: > \S+ &)?$",
         "\n".join(texts),
         re.MULTILINE,
     )

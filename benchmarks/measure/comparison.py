@@ -4,8 +4,9 @@ Every row of a file is shown, ours and baselines alike, the fastest of a line in
 The column before the times is that of the fastest baseline over our fastest: below 1
 the baseline wins. Then come our times, those of baselines, lower bounds, such as a
 product without its communication, which compete with neither, and params that follow
-from the case; params that all rows share stand under the table. Cases of one name are
-in the order of their numbers. Where PyTorch took less for a larger problem of its own,
+from the case; params that all rows share stand under the table. A long table shows its
+first ten rows, and the rest behind a fold. Cases of one name are in the order of their
+numbers. Where PyTorch took less for a larger problem of its own,
 that is the time of the baseline here. The metric ``vs_torch`` is made from such times
 as well: how much less a row takes than the best form of PyTorch.
 """
@@ -286,14 +287,28 @@ def _side_by_side(
     return f"{_joined(table, folded)}\n\n{shown}{who}. {source(rows)}\n"
 
 
+SHOWN = 10
+"""Rows of a long table that are not behind a fold."""
+
+
 def _joined(table: Sequence[Sequence[str]], folded: str) -> str:
-    text = "\n".join("| " + " | ".join(line) + " |" for line in table)
-    if folded == "no":
-        return text
-    if folded != "yes":
+    if folded not in ("yes", "no"):
         raise ValueError(f"folded {folded!r}, expected yes or no")
-    summary = f"All {len(table) - 2} rows"
-    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+    head, rows = table[:2], table[2:]
+    if folded == "yes":
+        return _fold(f"All {len(rows)} rows", table)
+    if len(rows) <= SHOWN + 2:
+        return _text(table)
+    rest = _fold(f"{len(rows) - SHOWN} more rows", [*head, *rows[SHOWN:]])
+    return f"{_text([*head, *rows[:SHOWN]])}\n\n{rest}"
+
+
+def _text(table: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in table)
+
+
+def _fold(summary: str, table: Sequence[Sequence[str]]) -> str:
+    return f"<details><summary>{summary}</summary>\n\n{_text(table)}\n\n</details>"
 
 
 def source(rows: Sequence[records.Record]) -> str:

@@ -328,7 +328,7 @@ def citations(root: pathlib.Path = ROOT) -> list[tuple[int, Any]]:
                 continue
             shown = [(marker["name"], options)]
             if marker["name"] == "headlines":
-                shown = [_of_headline(headline) for headline in headlines.HEADLINES]
+                shown = [_of_headline(h) for h in headlines.HEADLINES if not h.device]
             found += [(rank, functools.partial(_shows, *one)) for one in shown]
     return found
 

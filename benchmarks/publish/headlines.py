@@ -1,8 +1,8 @@
-"""The table of the README: a row a system, from the result files.
+"""The table of the README: a row a task, from the result files.
 
-A row adds up the times of its cases, ours and those of each rival that has all of them,
-and shows the rival that is fastest then. ``make tables`` writes it into the block
-``<!-- table:headlines -->``.
+A row adds up the times of its cases, ours and those of each baseline that has all of
+them, and shows the baseline that is fastest then. ``make tables`` writes it into the
+block ``<!-- table:headlines -->``.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from benchmarks.measure import records
 class Headline:
     """A row: what was timed, and where the rest stands."""
 
-    system: str
+    task: str
     what: str
     page: str
     """Page and section with all rows, from the folder `docs`."""
@@ -25,71 +25,101 @@ class Headline:
     """Stem of the result file."""
     cases: tuple[str, ...]
     params: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    device: str | None = None
+    """Folder of the result file; by default that of the table."""
     ours: str = "mosaic_gpu"
-    rivals: str = "*"
+    baselines: str = "*"
     """Pattern of their names."""
     metric: str | None = None
     """A metric to show beside the times."""
 
 
+H100 = "nvidia_h100_80gb_hbm3"
+
 HEADLINES = (
     Headline(
-        system="Flux",
-        what="the four products of a LLaMA 70B layer with their communication, 8,192 "
-        "tokens, 4 GPUs",
-        page="flux-measured.md",
-        file="collective_matmul",
-        cases=tuple(f"llama70b_{name}" for name in ("qkv", "o", "gate_up", "down")),
-        params={"tp": 4, "M": 8192},
-        rivals="torch_*",
-    ),
-    Headline(
-        system="ByteTransformer",
-        what="BERT base, 16 texts of 205 to 1,024 tokens",
-        page="bytetransformer-measured.md",
-        file="encoder",
-        cases=("bert_base_b16_l1024",),
+        task="Train",
+        what="step of LLaMA 3 8B, tensor-parallel, 16,384 tokens",
+        page="scaling-measured.md#measured-on-gpus",
+        file="training",
+        cases=("llama3_8b_tp4",),
+        device=H100,
         ours="jaxscale",
-        rivals="torch_*",
     ),
     Headline(
-        system="Flover",
-        what="attention of a decoding step, LLaMA 3 8B, 128 requests of 1,024 tokens",
-        page="kernels.md",
-        file="paged_attention",
-        cases=("llama3_8b_b128_c1024",),
+        task="Train",
+        what="step of LLaMA 3 8B, FSDP, 32,768 tokens",
+        page="scaling-measured.md#measured-on-gpus",
+        file="training",
+        cases=("llama3_8b_fsdp4",),
+        device=H100,
+        ours="jaxscale",
     ),
     Headline(
-        system="MegaScale",
-        what="a training step of LLaMA 1.1B, 32,768 tokens, 1 GPU",
+        task="Train",
+        what="step of LLaMA 1.1B, 32,768 tokens",
         page="training.md#what-was-measured",
         file="training",
         cases=("llama_1b_4k",),
         ours="jaxscale",
     ),
     Headline(
-        system="MegaScale, fp8",
-        what="the same step with matmuls in fp8",
+        task="Train in fp8",
+        what="the same step with fp8 matmuls",
         page="fp8.md#speed-of-a-step",
         file="training",
         cases=("llama_1b_4k",),
         ours="jaxscale_fp8",
     ),
     Headline(
-        system="Tile-wise sparsity",
-        what="8 blocks of LLaMA 3 8B that keep 50%, 4,096 tokens; bits a byte",
+        task="Encode",
+        what="BERT base, 16 packed sequences of 205 to 1,024 tokens",
+        page="bytetransformer-measured.md",
+        file="encoder",
+        cases=("bert_base_b16_l1024",),
+        ours="jaxscale",
+        baselines="torch_*",
+    ),
+    Headline(
+        task="Serve",
+        what="512 requests with lengths like ShareGPT's, LLaMA 3.1 8B",
+        page="flover.md#measured",
+        file="serving",
+        cases=("saturated",),
+        device=H100,
+        ours="jaxscale",
+    ),
+    Headline(
+        task="Decode",
+        what="attention of a decoding step, LLaMA 3 8B, 128 requests of 1,024 tokens",
+        page="kernels.md",
+        file="paged_attention",
+        cases=("llama3_8b_b128_c1024",),
+    ),
+    Headline(
+        task="Tensor-parallel matmuls",
+        what="the four of a LLaMA 70B layer with their communication, 8,192 tokens",
+        page="flux-measured.md",
+        file="collective_matmul",
+        cases=tuple(f"llama70b_{name}" for name in ("qkv", "o", "gate_up", "down")),
+        params={"tp": 4, "M": 8192},
+        baselines="torch_*",
+    ),
+    Headline(
+        task="Prune",
+        what="8 blocks of LLaMA 3 8B that keep 50%, 4,096 tokens; bits per byte",
         page="tilewise-measured.md#speed-at-equal-accuracy",
         file="tile_sparse_layers",
         cases=("block",),
         params={"M": 4096, "mask": "tw", "sparsity": 0.5, "pass": "fwd"},
         ours="auto",
-        rivals="dense",
+        baselines="dense",
         metric="bits_per_byte",
     ),
 )
 
 OURS = "jaxscale"
-"""What names of ours begin with: in another precision or layout they are no rivals."""
+"""What our names begin with: in another precision or layout they are no baselines."""
 
 NAMES = {
     "cudnn": "cuDNN",
@@ -98,28 +128,31 @@ NAMES = {
     "torch_async_tp": "PyTorch async TP",
     "torch_compile": "PyTorch, compiled",
     "torch_compile_graphs": "PyTorch, compiled, CUDA graphs",
+    "torch_continuous": "transformers, continuous batching",
     "torch_float8": "PyTorch, torchao float8",
     "torch_nccl": "PyTorch, NCCL",
     "torch_sdpa": "PyTorch SDPA",
 }
-"""How the table writes the rivals."""
+"""How the table writes the baselines."""
+
+GPUS = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200"}
+"""How the table writes the devices."""
 
 
 def rows(headline: Headline, results: pathlib.Path) -> dict[str, list[records.Record]]:
     """The rows of each implementation that has all cases."""
     found: dict[str, dict[str, records.Record]] = {}
-    path = results / f"{headline.file}.json"
+    folder = results.parent / headline.device if headline.device else results
+    path = folder / f"{headline.file}.json"
     for row in records.full_rows(records.load(path)) if path.exists() else ():
         wanted = row["case"] in headline.cases and all(
             row["params"].get(name) == value for name, value in headline.params.items()
         )
         name = row["implementation"]
-        rival = fnmatch.fnmatch(name, headline.rivals) and not name.startswith(OURS)
-        if wanted and (name == headline.ours or rival):
+        other = fnmatch.fnmatch(name, headline.baselines) and not name.startswith(OURS)
+        if wanted and (name == headline.ours or other):
             if row["case"] in found.setdefault(name, {}):
-                raise ValueError(
-                    f"{headline.system}: {row['case']} has two {name} rows"
-                )
+                raise ValueError(f"{headline.what}: {row['case']} has two {name} rows")
             found[name][row["case"]] = row
     return {
         name: list(cases.values())
@@ -130,30 +163,33 @@ def rows(headline: Headline, results: pathlib.Path) -> dict[str, list[records.Re
 
 def markdown(results: pathlib.Path, docs: str) -> str:
     """The table; `docs` is the way to the pages, as ``docs/``."""
-    lines = ["| System | Measured | Ours | Best rival | Times faster | More |"]
-    lines.append("|---|---|--:|--:|--:|---|")
+    head = ["Task", "Workload", "GPUs", "Ours", "Fastest baseline", "Speed-up", "More"]
+    lines = ["| " + " | ".join(head) + " |", "|---|---|---|--:|--:|--:|---|"]
     for headline in HEADLINES:
         found = rows(headline, results)
         times = {
             name: sum(row["time_us"] for row in each) for name, each in found.items()
         }
         if headline.ours not in times or len(times) < 2:
-            line = [headline.system, headline.what, *["not yet measured"] * 3, "-"]
+            line = [headline.task, headline.what, "-", *["not yet measured"] * 3, "-"]
             lines.append("| " + " | ".join(line) + " |")
             continue
         ours = times.pop(headline.ours)
-        rival = min(times, key=lambda name: times[name])
-        cells = [_text(ours), f"{_text(times[rival])} ({NAMES[rival]})"]
+        best = min(times, key=lambda name: times[name])
+        first, second = found[headline.ours][0], found[best][0]
+        cells = [_text(ours), f"{_text(times[best])} ({NAMES[best]})"]
         if headline.metric is not None:
-            (first,), (second,) = found[headline.ours], found[rival]
             cells[0] += f", {first['metrics'][headline.metric]:.2f}"
             cells[1] += f", {second['metrics'][headline.metric]:.2f}"
-        cells.append(f"{times[rival] / ours:.2f}")
+        cells.append(f"{times[best] / ours:.2f}")
+        gpus = f"{first['num_devices']} x {GPUS[first['device']]}"
         link = f"[all rows]({docs}{headline.page})"
-        line = [headline.system, headline.what, *cells, link]
+        line = [headline.task, headline.what, gpus, *cells, link]
         lines.append("| " + " | ".join(line) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _text(time_us: float) -> str:
+    if time_us >= 1e6:
+        return f"{time_us / 1e6:.3g} s"
     return f"{time_us / 1e3:.3g} ms" if time_us >= 1e3 else f"{time_us:.3g} us"

@@ -14,8 +14,9 @@ the stem of the file. Options follow the name::
 have), ``device`` a folder of results, ``params`` the params that have a column (by
 default all), and the name of a param chooses rows by its value: ``M=2048,8192``. With
 ``columns=M`` the values of a param stand side by side and a cell is the metric alone,
-or else the time; a last line has the means. With ``folded=yes`` the rows are behind a
-fold, for long tables below a plot or a short one. With ``pending=yes`` a table without
+or else the time; a last line has the means. A long table shows ten rows and folds the
+rest; with ``folded=yes`` all rows are behind the fold, for tables below a plot or a
+short one. With ``pending=yes`` a table without
 results says so instead of failing, with ``pending=hidden`` it is not there. A plot is a
 block ``<!-- plot:matmul -->``, and ``<!-- table:headlines -->`` is the table of
 `benchmarks.publish.headlines`. What a table was made by (commands, commits, versions)

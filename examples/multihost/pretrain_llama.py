@@ -1,15 +1,19 @@
-"""Pretrain a LLaMA on text files, with the GPUs of one host or of many.
+"""Pretrain a LLaMA on text files, with the GPUs of one host or in a multi-node job.
 
-Every process runs this file: one a host, which uses all GPUs there. The tensor axis of
-the mesh stays inside a host, the others go over all of them. Every host must see the
+Every process runs this file: one per host, which uses all GPUs there. The tensor axis
+of the mesh stays inside a host, the others span all of them. Every host must see the
 same text, tokenizer and output directory.
 
     python pretrain_llama.py --mesh.tensor 8 --data.paths web/ code/ \
         --data.weights 7 3 --data.tokenizer tokenizer.json --output-dir runs/llama
 
 The recipes beside this file start it on many hosts: slurm.sbatch, jobset.yaml,
-open_mpi.sh and ssh.sh. To try it on a laptop, set JAX_PLATFORMS=cpu and
-JAX_NUM_CPU_DEVICES=8, and use --preset llama_tiny.
+open_mpi.sh and ssh.sh. To try it on a laptop, with eight simulated devices, on Python's
+own documentation and source:
+
+    JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 python pretrain_llama.py \
+        --preset llama_tiny --data.vocab-size 512 --data.seq-len 128 \
+        --data.batch-size 16 --optimizer.warmup-steps 10 --steps 100
 
 The same command starts a run and continues it from its newest checkpoint, on as many
 hosts as there are now. A SIGTERM to any process saves one and ends all with code 1.

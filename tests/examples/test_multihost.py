@@ -1,7 +1,9 @@
 """The recipes' own text starts two processes that train together."""
 
+import importlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -69,6 +71,36 @@ def job(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_the_command_for_a_laptop_fits_its_model(monkeypatch):
+    """As the first lines of the script show it, up to where text is read."""
+    monkeypatch.syspath_prepend(RECIPES)
+    script = importlib.import_module("pretrain_llama")
+    command = script.__doc__.rpartition("python pretrain_llama.py ")[2]
+    words = shlex.split(command.partition("\n\n")[0])
+    found = []
+
+    def read(config):
+        found.append(config)
+        raise Read
+
+    monkeypatch.setattr(sys, "argv", ["pretrain_llama.py", *words])
+    monkeypatch.setattr(script, "load_text", lambda data: data)
+    monkeypatch.setattr(script, "packed_batches", lambda config, text: read(config))
+    with pytest.raises(Read):
+        script.main()
+    (config,) = found
+    config.check_mesh(config.mesh.sizes(8))
+    assert (config.steps, config.data.seq_len, config.model.vocab_size) == (
+        100,
+        128,
+        512,
+    )
+
+
+class Read(Exception):
+    """The script has its settings and asks for text."""
 
 
 def start(*command):

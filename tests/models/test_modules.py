@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from docs.api_pages import page
+from docs.api_pages import pages
 from jaxscale import models, nn
 from jaxscale.sharding import create, fsdp_tp, make_mesh
 from pallas_kernels.tile_sparse_matmul import TileSparse
@@ -150,7 +150,7 @@ def test_help_and_pages_show_constructor_and_call(name):
     signature = inspect.signature(cls)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     assert list(signature.parameters.values()) == parameters
-    text = page(package.__name__)
+    text = "".join(pages(package.__name__).values())
     arguments = re.search(rf"autoclass:: {name}\((.*)\)\n", text)
     assert arguments and all(p.name in arguments[1] for p in parameters)
     assert f"automethod:: {name}.__call__\n" in text

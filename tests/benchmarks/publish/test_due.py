@@ -285,7 +285,7 @@ def test_order_is_that_of_worth(monkeypatch, tmp_path):
 def test_the_table_of_the_readme_cites_its_cases(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text("<!-- table:headlines -->\n<!-- /table -->")
     one = headlines.Headline(
-        system="s", what="w", page="p", file="fake", cases=("a", "b"), params={"M": 1}
+        task="s", what="w", page="p", file="fake", cases=("a", "b"), params={"M": 1}
     )
     monkeypatch.setattr(headlines, "HEADLINES", (one,))
     ((rank, shows),) = due.citations(tmp_path)

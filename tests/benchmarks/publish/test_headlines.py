@@ -1,4 +1,4 @@
-"""The table of the README adds up what was measured, and shows the best rival."""
+"""The table of the README adds up what was measured, and shows the fastest baseline."""
 
 import copy
 
@@ -10,23 +10,38 @@ from tests.benchmarks.publish.test_tables import RECORD, row
 
 
 def headline(**changes):
-    values = {"cases": ("a", "b"), "file": "matmul", "rivals": "*"} | changes
-    return headlines.Headline(system="X", what="two products", page="x.md", **values)
+    values = {"cases": ("a", "b"), "file": "matmul", "baselines": "*"} | changes
+    return headlines.Headline(task="X", what="two matmuls", page="x.md", **values)
 
 
 @pytest.fixture
 def results(tmp_path):
-    records.dump(copy.deepcopy(RECORD), tmp_path / "matmul.json")
-    return tmp_path
+    folder = tmp_path / "nvidia_h200"
+    records.dump(copy.deepcopy(RECORD), folder / "matmul.json")
+    return folder
 
 
-def test_a_rival_must_have_all_cases(results, monkeypatch):
+def test_a_baseline_must_have_all_cases(results, monkeypatch):
     """`torch` is the fastest of all at b, and was not run at a."""
     monkeypatch.setattr(headlines, "HEADLINES", (headline(),))
     monkeypatch.setattr(headlines, "NAMES", {"dense": "cuBLAS"})
     (*_, line) = headlines.markdown(results, "docs/").splitlines()
     assert line == (
-        "| X | two products | 150 us | 150 us (cuBLAS) | 1.00 | [all rows](docs/x.md) |"
+        "| X | two matmuls | 1 x H200 | 150 us | 150 us (cuBLAS) | 1.00 "
+        "| [all rows](docs/x.md) |"
+    )
+
+
+def test_a_row_may_come_from_another_device(results, monkeypatch):
+    other = copy.deepcopy(RECORD) | {"device": "NVIDIA H100 80GB HBM3"}
+    for line in other["rows"]:
+        line["time_us"] *= 1e4
+    folder = results.parent / headlines.H100
+    records.dump(other | {"num_devices": 4}, folder / "matmul.json")
+    shown = headline(cases=("a",), device=headlines.H100, baselines="dense")
+    monkeypatch.setattr(headlines, "HEADLINES", (shown,))
+    assert "| 4 x H100 | 1 s | 1.1 s (dense, cuBLAS) | 1.10 |" in headlines.markdown(
+        results, ""
     )
 
 
@@ -44,12 +59,12 @@ def test_params_choose_and_two_rows_of_a_case_are_noticed(results):
     more = copy.deepcopy(RECORD)
     more["rows"].append(row("a", "dense", 90.0, 800.0) | {"params": {"M": 8, "N": 8}})
     records.dump(more, results / "matmul.json")
-    with pytest.raises(ValueError, match="X: a has two dense rows"):
+    with pytest.raises(ValueError, match="two matmuls: a has two dense rows"):
         headlines.rows(headline(), results)
 
 
 def test_metrics_stand_beside_the_times(results, monkeypatch):
-    shown = headline(cases=("a",), metric="gain", rivals="dense")
+    shown = headline(cases=("a",), metric="gain", baselines="dense")
     monkeypatch.setattr(headlines, "HEADLINES", (shown,))
     text = headlines.markdown(results, "")
     assert "| 100 us, -0.25 | 110 us (dense, cuBLAS), -0.25 | 1.10 |" in text

@@ -231,6 +231,19 @@ def test_long_tables_may_be_folded():
         comparison.markdown(RECORD, folded="si")
 
 
+def test_long_tables_show_ten_rows():
+    def made(count):
+        rows = [row(f"c{i}", "mosaic_gpu", 1.0, 1.0) for i in range(count)]
+        return comparison.markdown(RECORD | {"rows": rows})
+
+    assert "more rows" not in made(12)
+    shown, _, rest = made(13).partition("<details><summary>3 more rows</summary>\n\n")
+    assert shown.count("\n| c") == 10 and shown.endswith("| c9 | 1 (1) |\n\n")
+    lines = rest.splitlines()
+    assert lines[:2] == shown.splitlines()[:2] and lines[2].startswith("| c10 | ")
+    assert lines[5:7] == ["", "</details>"]
+
+
 def test_values_of_a_param_stand_side_by_side():
     text = comparison.markdown(
         OVERLAP,

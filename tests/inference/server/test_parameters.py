@@ -35,12 +35,12 @@ CALLS = {
     ),
 }
 PARTLY = {
-    "best_of": "served where it equals `n`",
-    "messages": "served: text, calls and their results",
-    "input": "served: text and token ids, or items of text, calls and reasoning",
-    "suffix": "refused unless empty",
+    "best_of": "served if it equals `n`",
+    "messages": "served: text, tool calls and their results",
+    "input": "served: text and token ids, or items of text, tool calls and reasoning",
+    "suffix": "rejected unless empty",
     "tools": "served: functions",
-    "background": "refused unless false",
+    "background": "rejected unless false",
     "previous_response_id": "served from memory",
 }
 
@@ -48,11 +48,11 @@ PARTLY = {
 def outcome(body, name):
     """What happens with a parameter."""
     if name in body.IGNORED:
-        return "ignored, with a word"
+        return "ignored, with a notice"
     if name in body.TAKEN:
         return "ignored"
     if name not in body.model_fields:
-        return "refused"
+        return "rejected"
     return PARTLY.get(name, "served")
 
 
