@@ -1,4 +1,4 @@
-"""``jaxscale serve DIR``: a model behind an HTTP server in the form of OpenAI's API."""
+"""``jaxscale serve SOURCE``: a model behind an OpenAI-compatible HTTP server."""
 
 import dataclasses
 import logging
@@ -16,9 +16,11 @@ import tyro
 from jax.sharding import Mesh
 
 from jaxscale import sharding
-from jaxscale.cli.devices import simulate_devices
+from jaxscale.cli.devices import announce_devices, simulate_devices
 from jaxscale.cli.errors import UsageError, usage_errors
+from jaxscale.cli.notices import notice
 from jaxscale.cli.options import parse
+from jaxscale.cli.sources import source_first
 from jaxscale.inference import EngineConfig, HostLost, follow
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.sharding import AxisRules, MeshConfig
@@ -31,10 +33,10 @@ _KEYS = "JAXSCALE_API_KEYS"
 class ServeConfig:
     """The model of ``jaxscale serve``, its address, and what calls may ask for."""
 
-    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """A Hugging Face directory with config.json, safetensors and tokenizer.json, of a
     decoder or of an encoder; the name of a model on the Hugging Face hub; or the output
-    directory of a run."""
+    directory of a run; also --from SOURCE."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 is reached from other machines."""
     port: int = 8000
@@ -104,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     config = parse(
         ServeConfig,
-        arguments,
+        source_first(arguments),
         prog="jaxscale serve",
         description="Serve a model over HTTP, in the form of OpenAI's API. Keys are "
         f"also taken from the environment, as {_KEYS}, with commas between them.",
@@ -112,6 +114,8 @@ def main(arguments: Sequence[str]) -> int:
     simulate_devices(config.devices)
     with usage_errors():
         sharding.initialize()
+        announce_devices()
+    notice(f"reading {config.source}")
     run(config)
     return 0
 

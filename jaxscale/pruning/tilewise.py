@@ -3,7 +3,9 @@ r"""Masks of every pattern, from scores.
 A unit is what a pattern keeps or prunes at once. Its score is the mean of its elements'
 scores. With :math:`U` equal units, sparsity :math:`s` prunes exactly
 :math:`\lfloor U s + 1/2 \rfloor` of them, the worst; equal scores keep the earlier.
-The units of all matrices are ranked together, unless ``scope`` is ``"layer"``.
+The units of all matrices are ranked together, unless ``scope`` is ``"layer"``. Before
+that each matrix keeps its own best, as many as ``max_layer_sparsity`` leaves it at
+least, so that no layer loses everything.
 
 The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
 
@@ -39,6 +41,7 @@ from jaxscale.pruning.config import PruneConfig, pruned_units
 from jaxscale.pruning.ranking import (
     keep_best,
     keep_share,
+    least_units,
     share_out,
     spread,
     unit_all,
@@ -171,6 +174,7 @@ def _element_wise(matrices: Sequence[Matrix], config: PruneConfig) -> list[np.nd
         [m.scores for m in matrices],
         config.sparsity,
         allowed=_allowed(matrices),
+        least_share=config.least_share,
     )
 
 
@@ -217,6 +221,7 @@ def _block_wise(matrices: Sequence[Matrix], config: PruneConfig) -> list[np.ndar
         [unit_means(m.scores, side, side) for m in matrices],
         config.sparsity,
         allowed=None if allowed is None else [unit_all(a, side, side) for a in allowed],
+        least_share=config.least_share,
     )
     return [spread(unit, side, side) for unit in units]
 
@@ -237,7 +242,8 @@ def _tiles(
         single = [
             dataclasses.replace(m, previous=None, previous_tiled=None) for m in matrices
         ]
-        densities = _element_wise(single, config)
+        unbounded = dataclasses.replace(config, max_layer_sparsity=1.0)
+        densities = _element_wise(single, unbounded)
     # The columns that the tiles are made of, in order.
     if config.pattern == "tw_k":
         columns = [np.arange(m.scores.shape[1]) for m in matrices]
@@ -250,7 +256,9 @@ def _tiles(
             score *= _bias(unit_means(densities[i][:, columns[i]], rows, tile), config)
         scores.append(score)
     allowed = _allowed_pieces(matrices, columns, config, pieces)
-    units = keep_best(scores, pieces, allowed=allowed)
+    sizes = [m.scores.size // (rows * tile) for m in matrices]
+    least = least_units(sizes, config.least_share, pieces)
+    units = keep_best(scores, pieces, allowed=allowed, least=least)
     if config.equal_work:
         units = [
             _balance(score, unit, matrix.row_shards, allowed[i] if allowed else None)
@@ -327,11 +335,20 @@ def _keep_columns(
                 own = own * _bias(densities[i].mean(axis=0), config)
             score += own / len(bundle)
         candidates = _column_groups([matrices[i] for i in bundle], score, config.tile)
-        for place, columns in enumerate(candidates):
-            capacity = sum(_capacity(matrices[i], columns) for i in bundle)
-            # The first group of each matrix stays: no layer loses all of its output.
-            mean = math.inf if place == 0 else float(score[columns].mean())
-            groups.append((mean, bundle, columns, capacity))
+        taken, room = 0, 0.0
+        for columns in candidates:
+            capacity = [_capacity(matrices[i], columns) for i in bundle]
+            # The first group of each matrix stays, and as many more as hold what it
+            # keeps at least, in a layer that it feeds too.
+            must = taken < math.sqrt(config.least_share) * score.size
+            must |= taken == 0 or room < config.least_share
+            mean = math.inf if must else float(score[columns].mean())
+            groups.append((mean, bundle, columns, sum(capacity)))
+            taken += columns.size
+            room += min(
+                part / matrices[i].scores.size
+                for i, part in zip(bundle, capacity, strict=True)
+            )
     groups.sort(key=lambda group: -group[0])
     total = sum(m.scores.size for m in matrices)
     wanted = total * math.sqrt(1 - config.sparsity)

@@ -1,5 +1,6 @@
 """Models by their name on the Hugging Face hub."""
 
+import difflib
 import re
 from pathlib import Path
 
@@ -7,7 +8,32 @@ from jaxscale.checks import pip_install
 
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_WITHOUT_OWNER = {
+    "openai-community": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
+    "google-bert": (
+        *("bert-base-uncased", "bert-base-cased", "bert-large-uncased"),
+        *("bert-large-cased", "bert-base-multilingual-cased"),
+    ),
+    "distilbert": (
+        *("distilbert-base-uncased", "distilbert-base-cased"),
+        *("distilgpt2", "distilroberta-base"),
+    ),
+    "FacebookAI": ("roberta-base", "roberta-large"),
+    "albert": ("albert-base-v2", "albert-large-v2", "albert-xlarge-v2"),
+}
+"""Models that the hub knew before its names had owners, by those that they have now."""
+_OWNERS = {name: owner for owner, names in _WITHOUT_OWNER.items() for name in names}
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
+
+
+def is_hub_name(source: str) -> bool:
+    """Whether a text can be the name of a model on the hub.
+
+    Example:
+        >>> is_hub_name("openai-community/gpt2"), is_hub_name("gpt2"), is_hub_name("x")
+        (True, True, False)
+    """
+    return bool(_NAME.fullmatch(source)) or source.partition("@")[0] in _OWNERS
 
 
 def local_directory(source: str | Path) -> Path:
@@ -15,7 +41,8 @@ def local_directory(source: str | Path) -> Path:
 
     What exists here is taken as it is. Another text of the form ``OWNER/MODEL``, or
     ``OWNER/MODEL@REVISION``, is a model of the hub: its settings, tokenizer and
-    safetensors are downloaded once, into the cache of `huggingface_hub`. With
+    safetensors are downloaded once, into the cache of `huggingface_hub`. The oldest
+    models, ``gpt2`` and ``bert-base-uncased`` for example, need no owner. With
     ``HF_HUB_OFFLINE=1`` in the environment only the cache is looked at.
 
     Args:
@@ -33,11 +60,15 @@ def local_directory(source: str | Path) -> Path:
     path = Path(source).expanduser()
     if source != "" and path.is_dir():
         return path
-    if isinstance(source, Path) or not _NAME.fullmatch(source):
+    if isinstance(source, Path) or not is_hub_name(source):
+        close = difflib.get_close_matches(str(source), _OWNERS, n=1)
+        guess = f" (did you mean {close[0]}?)" if close else ""
         raise FileNotFoundError(
             f"{str(source)!r} is no directory, and no name of a model on the Hugging "
-            "Face hub, which has the form OWNER/MODEL"
+            f"Face hub{guess}, which has the form OWNER/MODEL"
         )
+    if "/" not in source.partition("@")[0]:
+        source = f"{_OWNERS[source.partition('@')[0]]}/{source}"
     try:
         import huggingface_hub
     except ImportError as error:

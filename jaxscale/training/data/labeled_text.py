@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from jaxscale.training.data.labeled import LabeledBatches
 from jaxscale.training.data.packed import DataConfig, load_tokenizer
 from jaxscale.training.data.text_files import holds_records, read_records, text_of
 
+
+logger = logging.getLogger("jaxscale.training")
 
 type Label = str | int | float | list[Any]
 type Answer = int | tuple[int, ...] | tuple[float, ...]
@@ -98,6 +101,7 @@ def load_labeled(config: DataConfig) -> LabeledText:
             "read as they are; leave them out"
         )
     tokenizer = load_tokenizer(config)
+    logger.info("reading texts with labels from %s", ", ".join(config.paths))
     found: list[tuple[str, Any, Label]] = []
     for file, name in sorted(find_files(config.paths, config.suffixes).items()):
         if not holds_records(file):
