@@ -16,6 +16,7 @@ import tyro
 from jax.sharding import Mesh
 
 from jaxscale import sharding
+from jaxscale.checks import check_range
 from jaxscale.cli.devices import announce_devices, simulate_devices
 from jaxscale.cli.errors import UsageError, usage_errors
 from jaxscale.cli.notices import notice
@@ -96,6 +97,10 @@ class ServeConfig:
     """Sharding rules, by the name of a preset, where there are several devices."""
     devices: int | None = None
     """Simulate this many CPU devices instead of using those of the machine."""
+
+    def __post_init__(self) -> None:
+        """Check what needs no files."""
+        check_range(self, 0, 65535, "port")
 
 
 def main(arguments: Sequence[str]) -> int:

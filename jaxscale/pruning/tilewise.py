@@ -39,6 +39,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxscale.pruning.config import PruneConfig, pruned_units
 from jaxscale.pruning.ranking import (
+    best,
     keep_best,
     keep_share,
     least_units,
@@ -255,13 +256,13 @@ def _tiles(
         if densities is not None:
             score *= _bias(unit_means(densities[i][:, columns[i]], rows, tile), config)
         scores.append(score)
-    allowed = _allowed_pieces(matrices, columns, config, pieces)
     sizes = [m.scores.size // (rows * tile) for m in matrices]
     least = least_units(sizes, config.least_share, pieces)
+    allowed = _allowed_pieces(matrices, columns, config, pieces, (scores, least))
     units = keep_best(scores, pieces, allowed=allowed, least=least)
     if config.equal_work:
         units = [
-            _balance(score, unit, matrix.row_shards, allowed[i] if allowed else None)
+            _balance(score, unit, matrix.row_shards, allowed[i])
             for i, (score, unit, matrix) in enumerate(
                 zip(scores, units, matrices, strict=True)
             )
@@ -279,8 +280,18 @@ def _allowed_pieces(
     columns: Sequence[np.ndarray],
     config: PruneConfig,
     pieces: int,
-) -> list[np.ndarray] | None:
-    """Mark the pieces that may be kept; None stands for all of them."""
+    needed: tuple[Sequence[np.ndarray], Sequence[int]],
+) -> list[np.ndarray]:
+    """Mark the pieces that may be kept.
+
+    Args:
+        matrices: The matrices.
+        columns: Those that each keeps.
+        config: Pattern, tile and rows of a piece.
+        pieces: How many are kept, over all matrices.
+        needed: Scores of the pieces of each matrix, and how many it keeps at least: the
+            best, where those of features that are left are fewer.
+    """
     rows, tile = config.k_granularity, config.tile
     place = {matrix.name: i for i, matrix in enumerate(matrices)}
     before, fed = [], []
@@ -295,6 +306,10 @@ def _allowed_pieces(
             comes = np.isin(np.arange(height), columns[place[matrix.fed_by]])
         comes = comes.reshape(-1, rows).any(1)  # [K] to [K / rows]
         fed.append(units & comes[:, None])
+    for own, all_own, score, count in zip(fed, before, *needed, strict=True):
+        missing = min(count - int(own.sum()), int((all_own & ~own).sum()))
+        rest = np.where(all_own & ~own, score, -np.inf)
+        own |= best(rest.ravel(), missing).reshape(own.shape)
     if sum(int(units.sum()) for units in fed) >= pieces:
         return fed
     return before  # else too little is left

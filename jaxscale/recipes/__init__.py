@@ -4,6 +4,7 @@ The three packages below know nothing of each other. What `jaxscale prune` and
 `jaxscale quickstart` do with them is here, as functions.
 """
 
+from jaxscale.public import listing
 from jaxscale.recipes.export import export
 from jaxscale.recipes.prune import (
     Pruned,
@@ -33,3 +34,5 @@ __all__ = [
     "prune_and_tune",
     "tuning_config",
 ]
+
+__dir__ = listing(__all__)

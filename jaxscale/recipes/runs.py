@@ -73,7 +73,7 @@ def usual_learning_rate(model: DecoderConfig | EncoderConfig) -> float:
 
     Example:
         >>> from jaxscale.models import preset
-        >>> names = ("llama_tiny", "gpt2", "llama3_8b")
+        >>> names = ("llama_tiny", "gpt2_small", "llama3_8b")
         >>> [usual_learning_rate(preset(name)) for name in names]
         [0.01, 0.00065, 0.0003]
     """

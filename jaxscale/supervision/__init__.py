@@ -4,6 +4,7 @@ A driver for the job and an executor for each host watch the ranks, end what is 
 broken, and start the job again from its newest checkpoint.
 """
 
+from jaxscale.public import listing
 from jaxscale.supervision.config import Deadlines, SuperviseConfig
 from jaxscale.supervision.driver import GaveUp
 from jaxscale.supervision.events import EventLog, current, leave, read_events
@@ -20,3 +21,5 @@ __all__ = [
     "read_events",
     "supervise",
 ]
+
+__dir__ = listing(__all__)

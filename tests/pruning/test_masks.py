@@ -147,6 +147,32 @@ def test_no_layer_loses_more_than_its_bound(pattern, sparsity, bound):
     assert below  # some would have lost more
 
 
+@pytest.mark.parametrize("pattern", ["ew", "tw_k", "tw"])
+def test_the_bound_holds_from_stage_to_stage(pattern):
+    shapes, related = [(64, 96), (64, 96), (96, 32)], [{}, {"shares": "w0"}]
+    related.append({"fed_by": "w0"})
+    for seed in range(6):
+        rng, masks = np.random.default_rng(seed), None
+        for sparsity in (0.4, 0.7, 0.75):
+            drawn = matrices(*shapes, seed=int(rng.integers(1000)))
+            weights = [
+                dataclasses.replace(
+                    m,
+                    scores=m.scores * np.float32(10 ** rng.uniform(-5, 5)),
+                    previous=None if masks is None else masks[i].kept,
+                    previous_tiled=None if masks is None else masks[i].tiled,
+                    **related[i],
+                )
+                for i, m in enumerate(drawn)
+            ]
+            config = PruneConfig(pattern=pattern, sparsity=sparsity, tile=8)
+            masks = make_masks(weights, config)
+            for mask in masks:
+                units = mask.kept.size // unit(config)
+                least = math.floor((1 - sparsity) / 4 * units + 1e-6)
+                assert mask.kept.sum() >= least * unit(config)
+
+
 def test_a_bound_below_the_sparsity_is_refused():
     with pytest.raises(ValueError, match=r"max_layer_sparsity 0\.5, expected spars"):
         PruneConfig(sparsity=0.75, max_layer_sparsity=0.5)

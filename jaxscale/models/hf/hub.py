@@ -23,7 +23,8 @@ _WITHOUT_OWNER = {
 }
 """Models that the hub knew before its names had owners, by those that they have now."""
 _OWNERS = {name: owner for owner, names in _WITHOUT_OWNER.items() for name in names}
-_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_SMALL = ["*.json", "*.jinja"]
+_FILES = [*_SMALL, "*.safetensors"]
 
 
 def is_hub_name(source: str) -> bool:
@@ -36,7 +37,7 @@ def is_hub_name(source: str) -> bool:
     return bool(_NAME.fullmatch(source)) or source.partition("@")[0] in _OWNERS
 
 
-def local_directory(source: str | Path) -> Path:
+def local_directory(source: str | Path, *, weights: bool = True) -> Path:
     """The directory of a model: one of this machine, or a download from the hub.
 
     What exists here is taken as it is. Another text of the form ``OWNER/MODEL``, or
@@ -47,6 +48,7 @@ def local_directory(source: str | Path) -> Path:
 
     Args:
         source: The directory, or the name.
+        weights: False leaves out the weights of a download.
 
     Raises:
         FileNotFoundError: there is neither such a directory nor such a model, or no way
@@ -79,7 +81,9 @@ def local_directory(source: str | Path) -> Path:
     name, _, revision = source.partition("@")
     try:
         found = huggingface_hub.snapshot_download(
-            name, revision=revision or None, allow_patterns=_FILES
+            name,
+            revision=revision or None,
+            allow_patterns=_FILES if weights else _SMALL,
         )
     # Its errors share no base of their own; those of the network are many.
     except Exception as error:
