@@ -73,11 +73,12 @@ plt.show()
 # %% [markdown]
 # ## What padding costs
 #
-# Linear layers cost the same for every token; attention costs the square of the length.
-# Padded, both are paid for the longest text of the batch. So sentence-transformers sorts
-# texts by length before it batches them, and so does the baseline here; as texts come, in
-# training and in serving, they are not sorted. The packed rows below hold different texts
-# up to a budget of tokens; little of a row stays empty.
+# Linear layers cost the same for every token; attention costs the square of the
+# length. Padded, both are paid for the longest text of the batch. So
+# sentence-transformers sorts texts by length before it batches them, and so does the
+# baseline here; as texts come, in training and in serving, they are not sorted. The
+# packed rows below hold different texts up to a budget of tokens; little of a row stays
+# empty.
 
 # %%
 BATCH, BUDGET = 32, 1024
@@ -113,7 +114,8 @@ print(f"{plan.num_tokens:,} tokens in {len(plan.rows)} rows of {set(plan.budgets
 
 # %% [markdown]
 # The same in a picture: a bar is a text, gray is what is computed for nothing. On the
-# left the first batch as it comes, on the right all texts as they lie in the packed rows.
+# left the first batch as it comes, on the right all texts as they lie in the packed
+# rows.
 
 
 # %%

@@ -153,15 +153,16 @@ for name, evaluation in (
     ("dense", tuned.before),
     (f"pruned to {final.sparsity:.0%} at once", tuned.after),
     (f"... and {tuning.steps} steps under the masks", tuned.tuned),
-    (f"dense, {tuning.steps} steps more", tuned.control),
+    (f"dense, {tuning.steps} extra steps", tuned.control),
 ):
     print(f"{name:>35}: held-out loss {evaluation.loss:.3f}")
 print(f"{work.tiled:,} of {work.dense:,} multiply-adds a token are left")
 
 # %% [markdown]
 # Layers are ranked together, so they do not lose the same. A layer of which nothing is
-# left would give zeros, whatever it reads, so each keeps a quarter of what it would keep
-# if all were pruned alike; `PruneConfig(max_layer_sparsity=...)` sets another bound.
+# left would give zeros, whatever it reads, so each keeps a quarter of what it would
+# keep if all were pruned alike; `PruneConfig(max_layer_sparsity=...)` sets another
+# bound.
 # `scope="layer"` prunes each layer alike, and `dense=` leaves some as they are.
 
 # %%

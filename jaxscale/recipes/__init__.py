@@ -5,6 +5,7 @@ The three packages below know nothing of each other. What `jaxscale prune` and
 """
 
 from jaxscale.public import listing
+from jaxscale.recipes.classify import train_classifier
 from jaxscale.recipes.export import export
 from jaxscale.recipes.prune import (
     Pruned,
@@ -32,6 +33,7 @@ __all__ = [
     "mean_loss",
     "prepare",
     "prune_and_tune",
+    "train_classifier",
     "tuning_config",
 ]
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -53,9 +55,9 @@ ANSWERS = [
     "TypeError: LLM.__init__() takes no 'confg' (did you mean config?); it takes",
     "TypeError: LLM.from_pretrained() takes no 'quite' (did you mean quiet?); it",
     "ValueError: preset 'llama3.1-8b' is unknown; did you mean llama3_1_8b",
-    "ValueError: preset 'bert_base' is unknown, but the other kind of model has it: use "
-    "encoder_preset('bert_base')",
-    "ValueError: encoder_preset 'llama3_8b' is unknown, but the other kind of model has",
+    "ValueError: preset 'bert_base' is unknown, but the other kind of model has it: "
+    "use encoder_preset('bert_base')",
+    "ValueError: encoder_preset 'llama3_8b' is unknown, but the other kind of model",
 ]
 
 
@@ -74,7 +76,7 @@ def test_mistakes_are_answered():
 def test_whole_rows_need_no_state():
     config = preset("llama_tiny").block()
     block = nn.Block(config, rngs=nnx.Rngs(0))
-    x = np.random.default_rng(0).normal(size=(2, 5, config.d_model)).astype(np.float32)
+    x = jax.random.normal(jax.random.key(0), (2, 5, config.d_model))
     for layer in (block, block.attention):
         alone, _ = layer(x)
         stated, _ = layer(x, attention_state((2, 5)))
@@ -83,7 +85,7 @@ def test_whole_rows_need_no_state():
 
 def test_models_and_tokenizers_have_the_usual_constructor():
     decoder, encoder = FIXTURES / "models" / "gpt2", FIXTURES / "encoders" / "bert"
-    tokens = np.ones((1, 3), np.int32)
+    tokens = jnp.ones((1, 3), jnp.int32)
     np.testing.assert_array_equal(
         Decoder.from_pretrained(decoder)(tokens), load(decoder)(tokens)
     )
