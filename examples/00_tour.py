@@ -115,7 +115,7 @@ for name, label in (("loss", "training"), ("eval_loss", "held out")):
     points = [(r["step"], r[name]) for r in records if name in r]
     plt.plot(*zip(*points, strict=True), label=label)
 plt.xlabel("step")
-plt.ylabel("loss, nats a token")
+plt.ylabel("loss, nats/token")
 plt.legend()
 plt.show()
 

@@ -169,7 +169,7 @@ plt.figure(figsize=(6, 3))
 plt.plot(one, linewidth=5, alpha=0.4, label="one device")
 plt.plot(eight, label="4 stages x 2, 8 microbatches, 2 chunks")
 plt.xlabel("step")
-plt.ylabel("nats a token")
+plt.ylabel("nats/token")
 plt.legend()
 plt.show()
 
@@ -271,7 +271,7 @@ for name, run in runs.items():
         left.plot(steps.step[mine], steps.loss[mine], label=f"{name}, start {cycle}")
         if name == "broken":
             right.plot(steps.done[mine] - run.begin, steps.step[mine], ".")
-left.set(xlabel="step", ylabel="nats a token")
+left.set(xlabel="step", ylabel="nats/token")
 left.legend()
 right.set(xlabel="seconds since the start of the broken run", ylabel="step")
 plt.show()

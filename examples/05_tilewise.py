@@ -153,21 +153,22 @@ for name, evaluation in (
     ("dense", tuned.before),
     (f"pruned to {final.sparsity:.0%} at once", tuned.after),
     (f"... and {tuning.steps} steps under the masks", tuned.tuned),
-    (f"dense, {tuning.steps} steps more", tuned.control),
+    (f"dense, {tuning.steps} extra steps", tuned.control),
 ):
     print(f"{name:>35}: held-out loss {evaluation.loss:.3f}")
 print(f"{work.tiled:,} of {work.dense:,} multiply-adds a token are left")
 
 # %% [markdown]
-# Layers are ranked together, so they do not lose the same. One of which nothing is left
-# gives zeros, whatever it reads: its block is then without it. Where that is not
-# wanted, `PruneConfig(scope="layer")` prunes each layer alike, and `dense=` leaves
-# some as they are.
+# Layers are ranked together, so they do not lose the same. A layer of which nothing is
+# left would give zeros, whatever it reads, so each keeps a quarter of what it would
+# keep if all were pruned alike; `PruneConfig(max_layer_sparsity=...)` sets another
+# bound.
+# `scope="layer"` prunes each layer alike, and `dense=` leaves some as they are.
 
 # %%
 reports = pruning.layer_reports(final, tuned.scores)
-lost = pruning.lost_layers(reports)
-print("layers that lost everything:", ", ".join(lost) or "none")
+most = max(report.sparsity for report in reports)
+print(f"no layer has lost more than {most:.1%}")
 
 figure, axis = plt.subplots(figsize=(8, 4))
 shares = [1 - report.sparsity for report in reports]
@@ -221,5 +222,5 @@ likeliest = int(masked(tokens)[0, -1].argmax())
 assert drawn.tokens[0] == likeliest, "the served model differs"
 assert tuned.tuned.loss < tuned.after.loss, "training under the mask helps"
 assert tuned.control.loss < tuned.tuned.loss, "zeros for nothing"
-assert set(lost) == {report.name for report in reports if report.kept_score == 0}
+assert most < 0.95, "a layer is all but gone"
 print("pruned, trained under the masks, and turned into a sparse model")

@@ -182,7 +182,7 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3))
 for name, label in (("loss", "training"), ("eval_loss", "held out")):
     points = [(x["step"], x[name]) for x in lines if name in x]
     left.plot(*zip(*points, strict=True), label=label)
-left.set(xlabel="step", ylabel="loss, nats a token")
+left.set(xlabel="step", ylabel="loss, nats/token")
 left.legend()
 
 sizes = {

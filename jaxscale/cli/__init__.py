@@ -9,8 +9,10 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from jaxscale import __version__
 from jaxscale.checks import pip_install
 from jaxscale.cli.errors import RunFailed, UsageError, suggestion
+from jaxscale.cli.notices import library_notices, notice
 
 
 __all__ = ["COMMANDS", "UsageError", "main"]
@@ -50,8 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name == "--version":
-        from jaxscale import __version__
-
         print(f"jaxscale {__version__}")
         return 0
     try:
@@ -60,11 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{name!r} is no command{suggestion(name, COMMANDS)}; "
                 f"use one of {', '.join(COMMANDS)}"
             )
-        if name == "train":
-            supervise = _load("supervise", "train")  # which needs no jax
-            if supervise.is_supervised(rest):
-                return supervise.train(rest)
-        return _load(name).main(rest)
+        if not {"-h", "--help"} & {*rest}:
+            # Before JAX and others are imported, which takes seconds.
+            notice(f"{name}, by jaxscale {__version__}: loading its libraries")
+        with library_notices():
+            return _run(name, rest)
     except UsageError as error:
         print(f"jaxscale: error: {error}", file=sys.stderr)
         return _failed(error, 2)
@@ -74,6 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("jaxscale: interrupted", file=sys.stderr)
         return 130
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    if name == "train":
+        supervise = _load("supervise", "train")  # which needs no jax
+        if supervise.is_supervised(arguments):
+            return supervise.train(arguments)
+    return _load(name).main(arguments)
 
 
 def _failed(error: Exception, code: int) -> int:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxscale.cli.devices import announce_devices
 from jaxscale.cli.errors import usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.training.diagnosis.suite import (
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         "they compute, and name the one that is slow, wrong or stuck. Exits with 1 if "
         "there is one.",
     )
+    announce_devices()
     found = diagnose(
         command, directory=str(command.directory) if command.host else None
     )

@@ -1,4 +1,4 @@
-"""``jaxscale export RUN DIR``: write the model of a run as a Hugging Face directory."""
+"""``jaxscale export SOURCE DIR``: a run's model as a Hugging Face directory."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 import tyro
 
 from jaxscale.cli.errors import usage_errors
+from jaxscale.cli.notices import notice
 from jaxscale.cli.options import parse
+from jaxscale.cli.sources import source_first
 from jaxscale.recipes.export import export
 
 
@@ -16,8 +18,8 @@ from jaxscale.recipes.export import export
 class ExportCommand:
     """The options of ``jaxscale export``."""
 
-    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The output directory of a run."""
+    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
+    """The output directory of a run; also --from SOURCE."""
     target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """The new directory: config.json, safetensors and tokenizer, for transformers and
     for this library."""
@@ -40,11 +42,12 @@ def main(arguments: Sequence[str]) -> int:
     """
     command = parse(
         ExportCommand,
-        arguments,
+        source_first(arguments, others=1),
         prog="jaxscale export",
         description="Write the model of a run as a Hugging Face directory, and check "
         "it by reading it back. Adapters are merged; pruned weights are zero.",
     )
+    notice(f"reading {command.source}")
     with usage_errors():
         written = export(
             command.source,

@@ -1,4 +1,4 @@
-"""``jaxscale generate --from DIR --prompt TEXT``: continue a prompt."""
+"""``jaxscale generate SOURCE --prompt TEXT``: continue a prompt."""
 
 import dataclasses
 import math
@@ -13,9 +13,11 @@ from jax.sharding import Mesh
 
 from jaxscale import sharding
 from jaxscale.checks import check_least, check_range
-from jaxscale.cli.devices import simulate_devices
+from jaxscale.cli.devices import announce_devices, simulate_devices
 from jaxscale.cli.errors import UsageError, usage_errors
+from jaxscale.cli.notices import notice
 from jaxscale.cli.options import parse
+from jaxscale.cli.sources import source_first
 from jaxscale.inference import LLM, EngineConfig, SamplingParams
 from jaxscale.inference.run_directory import is_run, load_run
 from jaxscale.models import (
@@ -36,9 +38,10 @@ from jaxscale.training.config import MAX_SEED
 class GenerateConfig:
     """The model of ``jaxscale generate``, its prompt, and how tokens are sampled."""
 
-    source: Annotated[str, tyro.conf.arg(name="from", metavar="DIR")]
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """The output directory of a run, a Hugging Face directory with config.json,
-    safetensors and tokenizer.json, or the name of a model on the Hugging Face hub."""
+    safetensors and tokenizer.json, or the name of a model on the Hugging Face hub; also
+    --from SOURCE."""
     prompt: str
     """The text to continue."""
     max_new_tokens: int = 64
@@ -86,13 +89,15 @@ def main(arguments: Sequence[str]) -> int:
     """
     config = parse(
         GenerateConfig,
-        arguments,
+        source_first(arguments),
         prog="jaxscale generate",
         description="Continue a prompt with a trained or a downloaded model.",
     )
     simulate_devices(config.devices)
     if config.tensor_parallel == "fused":
         sharding.launch_in_order()
+    with usage_errors():
+        announce_devices()
     print(config.prompt + complete(config))
     return 0
 
@@ -113,6 +118,7 @@ def complete(config: GenerateConfig) -> str:
         )
         source = local_directory(config.source)
         config = dataclasses.replace(config, source=str(source))
+        notice(f"reading {source}")
         tokenizer = Tokenizer.from_file(source)
         mesh = _mesh(config.mesh)
         with jax.set_mesh(mesh):
@@ -138,6 +144,10 @@ def complete(config: GenerateConfig) -> str:
         model.config.check_mesh(dict(mesh.shape), model.rules)
         _check(config, model, tokenizer, prompt)
         ends = _ends(config, tokenizer, model)
+        notice(
+            f"model: {model.config.num_parameters():,} parameters; compiling for a "
+            f"prompt of {len(prompt)} tokens and {config.max_new_tokens} more"
+        )
         llm = LLM(
             model,
             tokenizer,

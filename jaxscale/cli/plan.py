@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxscale.checks import check_integers
 from jaxscale.cli.errors import RunFailed, UsageError, usage_errors
+from jaxscale.cli.notices import notice
 from jaxscale.cli.options import parse
 from jaxscale.cli.runs import find_run
 from jaxscale.models import DecoderConfig
@@ -79,6 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     shape = run.model
     if not isinstance(shape, DecoderConfig):
         raise UsageError(f"{command.model} trains an encoder; plans are for decoders")
+    notice(f"estimating the layouts of {command.gpus} GPUs for {command.model}")
     with usage_errors():
         if command.compile:
             check_compiler()  # before a search that may take a while

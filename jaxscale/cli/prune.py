@@ -1,4 +1,4 @@
-"""``jaxscale prune --from SOURCE``: prune a model and fine-tune it under the masks."""
+"""``jaxscale prune SOURCE``: prune a model and fine-tune it under the masks."""
 
 import contextlib
 import dataclasses
@@ -9,10 +9,11 @@ from typing import Annotated
 import tyro
 
 from jaxscale.checks import check_least
-from jaxscale.cli.devices import simulate_devices
+from jaxscale.cli.devices import announce_devices, simulate_devices
 from jaxscale.cli.errors import training_errors, usage_errors
+from jaxscale.cli.notices import notice
 from jaxscale.cli.options import parse
-from jaxscale.cli.runs import take_source
+from jaxscale.cli.sources import source_first
 from jaxscale.nn import LoraConfig
 from jaxscale.pruning import PruneConfig, layer_reports, lost_layers
 from jaxscale.recipes import from_source
@@ -35,9 +36,9 @@ from jaxscale.training.lock import locked
 class PruneCommand:
     """The options of ``jaxscale prune``."""
 
-    source: Annotated[str, tyro.conf.arg(name="from", metavar="SOURCE")]
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """The output directory of a run, a Hugging Face directory, or the name of a model
-    on its hub."""
+    on its hub; also --from SOURCE."""
     data: DataConfig = DataConfig()
     """Text for fine-tuning and evaluation: by default that of the run, or for another
     model the documentation and library source of the running Python."""
@@ -75,19 +76,15 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: the model cannot be pruned as asked; nothing has been written.
     """
-    source, words = take_source(arguments)
-    default = None
-    if source is not None:
-        with usage_errors():
-            default = PruneCommand(source=source, data=_run_of(source).data)
-    command = parse(
-        PruneCommand,
-        words,
-        prog="jaxscale prune",
-        description="Prune a trained model and fine-tune it under the masks.",
-        default=default,
-    )
+    words = source_first(arguments)
+    first = words[0] if words and not words[0].startswith("-") else None
+    source = _parse(words).source if first is None else first
+    with usage_errors():  # the text of its run is what options change
+        default = PruneCommand(source=source, data=_run_of(source).data)
+    command = _parse(words, default)
     simulate_devices(command.devices)
+    with usage_errors():
+        announce_devices()
     pruned = run(command)
     if gone := lost_layers(layer_reports(pruned.masks, pruned.scores)):
         print(f"layers that lost everything: {', '.join(gone)}")
@@ -103,6 +100,16 @@ def main(arguments: Sequence[str]) -> int:
         f'jaxscale generate --from {command.output_dir} --prompt "..."'
     )
     return 0
+
+
+def _parse(words: Sequence[str], default: PruneCommand | None = None) -> PruneCommand:
+    return parse(
+        PruneCommand,
+        words,
+        prog="jaxscale prune",
+        description="Prune a trained model and fine-tune it under the masks.",
+        default=default,
+    )
 
 
 def _run_of(source: str) -> TrainConfig:
@@ -148,6 +155,7 @@ def _run(command: PruneCommand, directory: Path) -> Pruned:
             mesh=command.mesh,
             output_dir=directory,
         )
+        notice(f"reading {command.source}")
         model, text = open_source(config, command.prune, step=command.step)
     print(
         f"prune {command.source} to {command.prune.sparsity:.1%}, pattern "

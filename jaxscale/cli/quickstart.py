@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jaxscale.cli.devices import announce_devices
 from jaxscale.cli.errors import training_errors, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.recipes.quickstart import (
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
             make_room(config.output_dir)
         # Without a GPU, four simulated devices stand in for a machine of four.
         jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
+        announce_devices()
         with training_errors():
             run(config)
     return 0

@@ -1,4 +1,4 @@
-"""``jaxscale report RUN``: what a run did, as one page, a trace, or live."""
+"""``jaxscale report SOURCE``: what a run did, as one page, a trace, or live."""
 
 import dataclasses
 import signal
@@ -10,6 +10,7 @@ import tyro
 
 from jaxscale.cli.errors import UsageError, usage_errors
 from jaxscale.cli.options import parse
+from jaxscale.cli.sources import source_first
 from jaxscale.observability.layout import find_layout
 from jaxscale.observability.live import ReportServer
 from jaxscale.observability.page import write_page
@@ -23,10 +24,10 @@ from jaxscale.supervision.protocol import split_address
 class ReportCommand:
     """The options of ``jaxscale report``."""
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Output directory of the run, which may still be running."""
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
+    """Output directory of the run, which may still be running; also --from SOURCE."""
     output: Path | None = None
-    """HTML file to write; by default report.html in RUN."""
+    """HTML file to write; by default report.html in SOURCE."""
     chrome_trace: Path | None = None
     """JSON file for the timeline; open it in https://ui.perfetto.dev."""
     tensorboard: Path | None = None
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     command = parse(
         ReportCommand,
-        arguments,
+        source_first(arguments),
         prog="jaxscale report",
         description="Show what a run did: loss, where the time went, faults, who waits "
         "for whom in the mesh, slow ranks, a timeline, memory and compilation.",

@@ -10,11 +10,13 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from jaxscale.cli.errors import UsageError, suggestion
 from jaxscale.models import ENCODER_PRESETS, PRESETS
+from jaxscale.models.hf.hub import is_hub_name
 from jaxscale.recipes.runs import from_preset
 from jaxscale.training import TrainConfig
 
@@ -32,7 +34,7 @@ def find_run(name: str) -> TrainConfig:
         raise UsageError(
             f"{name!r} is no run{suggestion(name, presets)}; use one of "
             f"{', '.join(presets)}, module:function for your own, "
-            "or --from DIR for a model that has weights"
+            "or --from SOURCE for a model that has weights"
         )
     with _user_errors(name):
         config = _import(name)()
@@ -43,28 +45,15 @@ def find_run(name: str) -> TrainConfig:
     return config
 
 
-def take_source(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The source that ``--from`` names, or None, and the remaining arguments.
+def is_source(name: str) -> bool:
+    """Whether the first word of ``jaxscale train`` is no run, but a model with weights.
 
-    Raises:
-        UsageError: the option has no value.
-
-    Example:
-        >>> take_source(["--steps", "5", "--from", "runs/tiny"])
-        ('runs/tiny', ['--steps', '5'])
+    Args:
+        name: The word. Names of runs go before those of directories.
     """
-    words = list(arguments)
-    at = next((i for i, w in enumerate(words) if w.partition("=")[0] == "--from"), None)
-    if at is None:
-        return None, words
-    _, given, source = words.pop(at).partition("=")
-    if not given and at < len(words):
-        source = words.pop(at)
-    if not source or source.startswith("-"):
-        raise UsageError(
-            "--from needs the directory of a model, or its name on the Hugging Face hub"
-        )
-    return source, words
+    if name in PRESETS or name in ENCODER_PRESETS:
+        return False
+    return Path(name).is_dir() or is_hub_name(name)
 
 
 def _import(name: str) -> Any:

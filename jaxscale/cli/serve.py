@@ -1,4 +1,4 @@
-"""``jaxscale serve DIR``: an OpenAI-compatible HTTP server for a model."""
+"""``jaxscale serve SOURCE``: an OpenAI-compatible HTTP server for a model."""
 
 import dataclasses
 import logging
@@ -16,9 +16,12 @@ import tyro
 from jax.sharding import Mesh
 
 from jaxscale import sharding
-from jaxscale.cli.devices import simulate_devices
+from jaxscale.checks import check_range
+from jaxscale.cli.devices import announce_devices, simulate_devices
 from jaxscale.cli.errors import UsageError, usage_errors
+from jaxscale.cli.notices import notice
 from jaxscale.cli.options import parse
+from jaxscale.cli.sources import source_first
 from jaxscale.inference import EngineConfig, HostLost, follow
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.sharding import AxisRules, MeshConfig
@@ -31,10 +34,10 @@ _KEYS = "JAXSCALE_API_KEYS"
 class ServeConfig:
     """The model of ``jaxscale serve``, its address, and limits on requests."""
 
-    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Decoder or encoder to serve: a Hugging Face directory with config.json,
     safetensors and tokenizer.json; the name of a model on the Hugging Face hub; or the
-    output directory of a run."""
+    output directory of a run. Also --from SOURCE."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 accepts connections from other machines."""
     port: int = 8000
@@ -95,6 +98,10 @@ class ServeConfig:
     devices: int | None = None
     """Simulate this many CPU devices instead of using those of the machine."""
 
+    def __post_init__(self) -> None:
+        """Check what needs no files."""
+        check_range(self, 0, 65535, "port")
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command.
@@ -104,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     config = parse(
         ServeConfig,
-        arguments,
+        source_first(arguments),
         prog="jaxscale serve",
         description="Serve a model with an OpenAI-compatible HTTP API. API keys are "
         f"also read from the environment variable {_KEYS}, separated by commas.",
@@ -112,6 +119,8 @@ def main(arguments: Sequence[str]) -> int:
     simulate_devices(config.devices)
     with usage_errors():
         sharding.initialize()
+        announce_devices()
+    notice(f"reading {config.source}")
     run(config)
     return 0
 

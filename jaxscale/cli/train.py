@@ -13,10 +13,12 @@ import tyro
 from jax.experimental import multihost_utils
 
 from jaxscale import sharding, supervision
-from jaxscale.cli.devices import simulate_devices
+from jaxscale.cli.devices import announce_devices, simulate_devices
 from jaxscale.cli.errors import UsageError, training_errors, usage_errors
+from jaxscale.cli.notices import notice
 from jaxscale.cli.options import parse
-from jaxscale.cli.runs import find_run, take_source
+from jaxscale.cli.runs import find_run, is_source
+from jaxscale.cli.sources import take_option
 from jaxscale.models import ENCODER_PRESETS, PRESETS, EncoderConfig
 from jaxscale.observability import write_page
 from jaxscale.recipes import check_machine, from_source, prepare
@@ -53,17 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         print(_help())
         return 0
     supervision.current()  # under a supervisor, say that this process lives
-    source, options = _with_source(arguments)
-    if source is None:
-        name, *options = options
-        if name.startswith("-"):
-            raise UsageError(f"the run comes first: jaxscale train RUN {name} ...")
-        with usage_errors():
-            run = find_run(name)
-    else:
-        name = f"--from {source}"
-        with usage_errors():
-            run = from_source(source)
+    name, run, options = _run_of(arguments)
     command = parse(
         TrainCommand,
         _with_resume(options),
@@ -78,6 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         sharding.launch_in_order()
     with usage_errors():
         sharding.initialize()
+        announce_devices()
     resume = command.resume == "auto"
     result = train(command.config, resume=resume)
     if jax.process_index() == 0:
@@ -86,14 +79,23 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if result.interrupted else 0
 
 
-def _with_source(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The source that ``--from`` names in the place of a run, and the other words."""
-    source, words = take_source(arguments)
-    if source is not None and words and not words[0].startswith("-"):
-        raise UsageError(
-            f"--from {source} takes the place of the run {words[0]!r}; leave it out"
-        )
-    return source, words
+def _run_of(arguments: Sequence[str]) -> tuple[str, TrainConfig, list[str]]:
+    """What is trained, in words; its settings; and the words that change them."""
+    source, words = take_option(arguments)
+    if words and not words[0].startswith("-"):
+        name, *words = words
+        if source is not None:
+            raise UsageError(
+                f"--from {source} takes the place of the run {name!r}; leave it out"
+            )
+        if not is_source(name):
+            with usage_errors():
+                return name, find_run(name), words
+        source = name
+    if source is None:
+        raise UsageError(f"the run comes first: jaxscale train RUN {words[0]} ...")
+    with usage_errors():
+        return f"--from {source}", from_source(source), words
 
 
 def _with_resume(options: Sequence[str]) -> list[str]:
@@ -139,6 +141,9 @@ def _page(config: TrainConfig) -> Path:
 def _train(config: TrainConfig, directory: Path, *, resume: bool) -> FitResult:
     with usage_errors():
         check_machine(config)
+        if jax.process_index() == 0:
+            for line in _about(config):
+                notice(line)
         run_directory.check_free(directory, config, resume=resume)
         task = prepare(config)
         config = task.config
@@ -147,10 +152,21 @@ def _train(config: TrainConfig, directory: Path, *, resume: bool) -> FitResult:
         _check_same_text(task.text)
         if jax.process_index() == 0:
             run_directory.write(directory, config, task.text)
-            if not console.shows_bar():
-                console.say(task.told)
+            # A log has its lines; beside a bar that moves they stand above it.
+            (notice if console.shows_bar() else console.say)(task.told)
     with training_errors(), run_directory.given_up_on_failure(directory):
         return fit(config, train_data=task.train_data, eval_data=task.eval_data)
+
+
+def _about(config: TrainConfig) -> list[str]:
+    """What is known of a run before anything is read or compiled."""
+    mesh = console.facts(config, sharding.make_mesh(config.mesh))["mesh"]
+    rate = config.optimizer.learning_rate
+    return [
+        f"mesh: {mesh}",
+        f"model: {config.model.num_parameters():,} parameters, "
+        f"{config.model.d_model} wide, learning rate {rate:g}",
+    ]
 
 
 def _check_same_text(text: run_directory.Text) -> None:
@@ -193,7 +209,7 @@ def _report(config: TrainConfig, result: FitResult) -> str:
 def _help() -> str:
     runs = "\n".join(f"  {name}" for name in PRESETS)
     encoders = "\n".join(f"  {name}" for name in ENCODER_PRESETS)
-    return f"""usage: jaxscale train (RUN | --from SOURCE) [OPTIONS]
+    return f"""usage: jaxscale train (RUN | SOURCE | --from SOURCE) [OPTIONS]
 
 Train a model. RUN names the settings to start from, each of which is an option:
 `jaxscale train RUN --help` describes them. SOURCE has weights to begin with: a Hugging

@@ -26,6 +26,7 @@ from jaxscale.inference.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from jaxscale.public import listing
 
 
 __all__ = [
@@ -52,3 +53,5 @@ __all__ = [
     "make_engine",
     "measure_kv_scales",
 ]
+
+__dir__ = listing(__all__)

@@ -39,6 +39,7 @@ from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.hf.load import load
 from jaxscale.models.tokenizer import Tokenizer
+from jaxscale.nn.keywords import explain_keywords
 from jaxscale.nn.quantized_linear import Quantization
 from jaxscale.observability.bar import progress_bar
 from jaxscale.sharding.rules import REPLICATED, AxisRules, fsdp_tp
@@ -190,20 +191,42 @@ class LLM:
         [5, 5]
     """
 
+    @explain_keywords
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer | None = None, **options: Any
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None = None,
+        *,
+        config: EngineConfig | None = None,
+        eos_ids: Sequence[int] = (),
+        compiler: GrammarCompiler | None = None,
+        kv_scales: np.ndarray | None = None,
+        quiet: bool = False,
     ) -> None:
         """Compile the model's programs and start the engine.
 
         Args:
             model: A decoder, on one device or split over the mesh axis `tensor`.
             tokenizer: For prompts and results as text.
-            **options: The other arguments of `make_engine`.
+            config: Sizes.
+            eos_ids: Tokens that end a continuation, besides the tokenizer's.
+            compiler: For guided requests.
+            kv_scales: As for `make_engine`.
+            quiet: Say nothing of memory and compilation.
         """
         self.tokenizer = tokenizer
-        self.engine = make_engine(model, tokenizer, **options).start()
+        self.engine = make_engine(
+            model,
+            tokenizer,
+            config=config,
+            eos_ids=eos_ids,
+            compiler=compiler,
+            kv_scales=kv_scales,
+            quiet=quiet,
+        ).start()
 
     @classmethod
+    @explain_keywords
     def from_pretrained(
         cls,
         path: str | Path,
@@ -212,7 +235,10 @@ class LLM:
         rules: AxisRules | None = None,
         dtype: DTypeLike | None = None,
         quantization: Quantization | None = None,
-        **options: Any,
+        config: EngineConfig | None = None,
+        compiler: GrammarCompiler | None = None,
+        kv_scales: np.ndarray | None = None,
+        quiet: bool = False,
     ) -> "LLM":
         """The model, tokenizer and end-of-text tokens of a directory.
 
@@ -224,7 +250,10 @@ class LLM:
             dtype: Type of the computation; by default that of the file.
             quantization: Weights of 8 bits, ``"int8"`` or ``"fp8"``, as
                 `jaxscale.models.quantize` makes them; None keeps those of the file.
-            **options: The other arguments of `make_engine`.
+            config: Sizes of the engine.
+            compiler: For guided requests.
+            kv_scales: As for `make_engine`.
+            quiet: Say nothing of memory and compilation.
         """
         if rules is None:
             rules = REPLICATED if mesh is None else fsdp_tp()
@@ -240,7 +269,15 @@ class LLM:
                 "Encoder.from_pretrained"
             )
         model = model.for_inference()  # and what was loaded is gone
-        return cls(model, Tokenizer.from_file(path), eos_ids=ends, **options)
+        return cls(
+            model,
+            Tokenizer.from_file(path),
+            config=config,
+            eos_ids=ends,
+            compiler=compiler,
+            kv_scales=kv_scales,
+            quiet=quiet,
+        )
 
     def generate(
         self,

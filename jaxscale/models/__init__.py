@@ -21,6 +21,7 @@ from jaxscale.models.quantization import quantize
 from jaxscale.models.stack import REMAT_POLICIES
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
 from jaxscale.nn.signature import show_constructors
+from jaxscale.public import listing
 
 
 __all__ = [
@@ -46,5 +47,7 @@ __all__ = [
     "quantize",
     "save",
 ]
+
+__dir__ = listing(__all__)
 
 show_constructors([globals()[name] for name in __all__])

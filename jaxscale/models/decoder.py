@@ -5,6 +5,7 @@ Legend: B batch, T tokens of a (packed) row, D model, V vocabulary.
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block, make_norm
 from jaxscale.nn.context import state_of_part
 from jaxscale.nn.embeddings import NORMAL_INIT, Embed, zero_behind
+from jaxscale.nn.keywords import explain_keywords
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import (
@@ -40,7 +42,7 @@ from jaxscale.nn.self_attention import (
 from jaxscale.sharding.fp8 import Fp8, check_fp8
 from jaxscale.sharding.manual import manual_names
 from jaxscale.sharding.operations import constrain, contract
-from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.rules import REPLICATED, AxisRules, check_rules
 from jaxscale.sharding.tensor_parallel import TensorParallel, check_tensor_parallel
 
 
@@ -99,10 +101,11 @@ class Decoder(nnx.Module):
             rngs: Source of the keys.
 
         Raises:
-            ValueError: `remat` is not the name of a policy, `quantization` is unknown,
-                or `tensor_parallel` is unknown or the rules do not give it one mesh
-                axis.
+            ValueError: `rules` is no table, `remat` is not the name of a policy,
+                `quantization` is unknown, or `tensor_parallel` is unknown or the rules
+                do not give it one mesh axis.
         """
+        check_rules(rules)
         check_remat(remat)
         check_tensor_parallel(tensor_parallel, rules)
         check_fp8(quantization)
@@ -155,6 +158,27 @@ class Decoder(nnx.Module):
         head = None if config.tie_embeddings else self._make_lm_head(rows, rngs)
         self.lm_head: Linear | QuantizedLinear | None = head
 
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Any) -> "Decoder":
+        """The decoder of a Hugging Face directory or of a name on its hub.
+
+        Args:
+            path: As for `jaxscale.models.load`.
+            **options: The other arguments of it.
+
+        Raises:
+            ValueError: as `load`, or the model is an encoder.
+        """
+        from jaxscale.models.hf.load import load  # which needs this class
+
+        model = load(path, **options)
+        if not isinstance(model, cls):
+            raise ValueError(
+                f"path {str(path)!r} holds an encoder; give it to "
+                "EncoderModel.from_pretrained, or for texts to inference.Encoder"
+            )
+        return model
+
     def for_inference(self, mesh: Mesh | None = None) -> "Decoder":
         """The model in the layout that serves fastest; it cannot be saved.
 
@@ -177,6 +201,7 @@ class Decoder(nnx.Module):
         """
         return for_inference(self, mesh)
 
+    @explain_keywords
     def __call__(
         self,
         tokens: Int[Array, "B T"],

@@ -6,6 +6,7 @@ length, D model, E embedding.
 """
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,13 +31,14 @@ from jaxscale.nn.blocks import Block
 from jaxscale.nn.convolution import SequenceConvolution
 from jaxscale.nn.disentangled import DisentangledAttention
 from jaxscale.nn.embeddings import Embed
+from jaxscale.nn.keywords import explain_keywords
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.norms import LayerNorm
 from jaxscale.nn.packing import pack, unpack
 from jaxscale.nn.self_attention import Attention, attention_state, token_positions
 from jaxscale.sharding.fp8 import Fp8, check_fp8
 from jaxscale.sharding.operations import constrain
-from jaxscale.sharding.rules import REPLICATED, AxisRules
+from jaxscale.sharding.rules import REPLICATED, AxisRules, check_rules
 from jaxscale.sharding.shards import per_shard
 from pallas_kernels.arrays import concrete
 
@@ -107,9 +109,10 @@ class EncoderModel(nnx.Module):
             rngs: Source of the keys.
 
         Raises:
-            ValueError: `remat` is not the name of a policy, or `quantization` is
-                unknown.
+            ValueError: `rules` is no table, `remat` is not the name of a policy, or
+                `quantization` is unknown.
         """
+        check_rules(rules)
         check_remat(remat)
         check_fp8(quantization)
         self.config = config
@@ -238,6 +241,28 @@ class EncoderModel(nnx.Module):
         """
         return unstacked(self)
 
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Any) -> "EncoderModel":
+        """The encoder of a Hugging Face directory or of a name on its hub.
+
+        Args:
+            path: As for `jaxscale.models.load`.
+            **options: The other arguments of it.
+
+        Raises:
+            ValueError: as `load`, or the model is a decoder.
+        """
+        from jaxscale.models.hf.load import load  # which needs this class
+
+        model = load(path, **options)
+        if not isinstance(model, cls):
+            raise ValueError(
+                f"path {str(path)!r} holds a decoder; give it to "
+                "Decoder.from_pretrained, or for texts to inference.LLM"
+            )
+        return model
+
+    @explain_keywords
     def __call__(
         self,
         tokens: Int[Array, "*B T"],

@@ -1,8 +1,9 @@
 """Every named configuration, by name."""
 
-from collections.abc import Callable
+import difflib
+import re
+from collections.abc import Callable, Collection
 
-from jaxscale.checks import check_choice
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.families import DECODERS, ENCODERS
@@ -29,7 +30,7 @@ def preset(name: str) -> DecoderConfig:
         >>> preset("llama3_8b").num_kv_heads
         8
     """
-    check_choice("preset", name, sorted(PRESETS))
+    _check(name, "preset", PRESETS, ENCODER_PRESETS)
     return PRESETS[name]()
 
 
@@ -43,5 +44,25 @@ def encoder_preset(name: str) -> EncoderConfig:
         >>> encoder_preset("bert_base").num_layers
         12
     """
-    check_choice("encoder preset", name, sorted(ENCODER_PRESETS))
+    _check(name, "encoder_preset", ENCODER_PRESETS, PRESETS)
     return ENCODER_PRESETS[name]()
+
+
+def _check(
+    name: str, function: str, known: Collection[str], others: Collection[str]
+) -> None:
+    """Raise for an unknown name, with those that are meant by it."""
+    if name in known:
+        return
+    if name in others:
+        raise ValueError(
+            f"{function} {name!r} is unknown, but the other kind of model has it: use "
+            f"{'preset' if function != 'preset' else 'encoder_preset'}({name!r})"
+        )
+    written = re.sub(r"[^a-z0-9]+", "_", name.lower())
+    close = difflib.get_close_matches(written, known, n=3, cutoff=0.5)
+    table = "PRESETS" if function == "preset" else "ENCODER_PRESETS"
+    guess = f"did you mean {', '.join(close)}? " if close else ""
+    raise ValueError(
+        f"{function} {name!r} is unknown; {guess}jaxscale.models.{table} has all"
+    )

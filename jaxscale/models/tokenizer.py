@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxscale.checks import pip_install
 from jaxscale.models.hf.checksums import remove_checksums
+from jaxscale.models.hf.hub import is_hub_name, local_directory
 from jaxscale.models.tokenizer_files import (
     CONFIG_FILE,
     FILE,
@@ -135,8 +136,9 @@ class Tokenizer:
         without one, the usual names are looked for in the vocabulary.
 
         Args:
-            path: A file in the format of the `tokenizers` library, or a directory with
-                a ``tokenizer.json``, for example a Hugging Face model directory.
+            path: A file in the format of the `tokenizers` library; a directory with a
+                ``tokenizer.json``, for example a Hugging Face model directory; or the
+                name of a model on the Hugging Face hub.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -147,6 +149,8 @@ class Tokenizer:
         """
         tokenizers = _require_tokenizers()
         file = Path(path)
+        if isinstance(path, str) and not file.exists() and is_hub_name(path):
+            file = local_directory(path, weights=False)
         if file.is_dir():
             file = file / FILE
         if not file.is_file():
@@ -174,6 +178,9 @@ class Tokenizer:
             tokens = {role: configured(found, role) for role in _ROLES}
         tokens = {f"{role}_token": token for role, token in tokens.items()}
         return cls(backend, **tokens, settings=found)
+
+    from_pretrained = from_file
+    """The same by the name that models have for it."""
 
     @classmethod
     def train(

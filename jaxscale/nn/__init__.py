@@ -44,6 +44,7 @@ from jaxscale.nn.self_attention import (
 )
 from jaxscale.nn.signature import show_constructors
 from jaxscale.nn.tile_sparse_linear import TileSparseLinear
+from jaxscale.public import listing
 
 
 __all__ = [
@@ -92,5 +93,7 @@ __all__ = [
     "rotary",
     "unpack",
 ]
+
+__dir__ = listing(__all__)
 
 show_constructors([globals()[name] for name in __all__])

@@ -19,6 +19,7 @@ from jaxscale.checks import check_choice
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.nn.joined import JoinedLinear, join_inputs
+from jaxscale.nn.keywords import explain_keywords
 from jaxscale.nn.linear import (
     ColumnParallelLinear,
     Linear,
@@ -27,7 +28,7 @@ from jaxscale.nn.linear import (
     project_together,
 )
 from jaxscale.nn.norms import LayerNorm, RMSNorm
-from jaxscale.nn.self_attention import Attention, AttentionState
+from jaxscale.nn.self_attention import Attention, AttentionState, attention_state
 from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from jaxscale.sharding.decode_all_reduce import reduce_through
 from jaxscale.sharding.fp8 import Fp8
@@ -401,19 +402,22 @@ class Block(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__[State: AttentionState](
-        self, x: Float[Array, "B T D"], state: State
-    ) -> tuple[Float[Array, "B T D"], State]:
+    @explain_keywords
+    def __call__(
+        self, x: Float[Array, "B T D"], state: Any = None
+    ) -> tuple[Float[Array, "B T D"], Any]:
         """Transform the residual stream `x`.
 
         Args:
             x: The residual stream.
             state: Positions of the tokens, and the keys and values that they attend to;
-                made by `attention_state`.
+                made by `attention_state`. None is one sequence per row.
 
         Returns:
             The residual stream, and the state with the keys and values of the tokens.
         """
+        if state is None:
+            state = attention_state(x.shape[:2], rules=self.attention.rules)
         with reduce_through(state.workspace) as held:
             x, state = self._run(x, state)
         return x, dataclasses.replace(state, workspace=held.workspace)

@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT, rotary
 from jaxscale.nn.joined import JoinedLinear, join_inputs
+from jaxscale.nn.keywords import explain_keywords
 from jaxscale.nn.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -400,20 +401,23 @@ class Attention(nnx.Module):
         """Merge the query, key and value projections, see `JoinedLinear`."""
         join_inputs(self, ("query", "key", "value"), shards)
 
-    def __call__[State: AttentionState](
-        self, x: Float[Array, "B T D"], state: State
-    ) -> tuple[Float[Array, "B T D"], State]:
+    @explain_keywords
+    def __call__(
+        self, x: Float[Array, "B T D"], state: Any = None
+    ) -> tuple[Float[Array, "B T D"], Any]:
         """Run the layer: `inputs`, `attend` and `out`.
 
         Args:
             x: Normalized activations.
             state: Positions of the tokens, and the keys and values that they attend to;
-                made by `attention_state`.
+                made by `attention_state`. None is one sequence per row.
 
         Returns:
             The output that the block adds to its residual stream, and the state with
             the keys and values of the tokens.
         """
+        if state is None:
+            state = attention_state(x.shape[:2], rules=self.rules)
         heads = self.split_heads(project_together(self.inputs, x))
         out, state = self.attend(heads, state)
         return self.out(self.join_heads(out)), state

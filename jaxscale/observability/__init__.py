@@ -7,6 +7,7 @@ from jaxscale.observability.page import write_page
 from jaxscale.observability.run import Event, Rank, Run, StepGrid, Steps, read_run
 from jaxscale.observability.tensorboard import write_tensorboard
 from jaxscale.observability.timeline import chrome_trace
+from jaxscale.public import listing
 
 
 __all__ = [
@@ -26,3 +27,5 @@ __all__ = [
     "write_page",
     "write_tensorboard",
 ]
+
+__dir__ = listing(__all__)

@@ -1,7 +1,7 @@
-"""A self-contained HTML report: text, tables and interactive plots.
+"""One HTML file that tells what a run did: text, tables and plots.
 
-Plotly's script is inlined, so the file opens in a browser without a network and can be
-mailed.
+The file is self-contained and small: plots are SVG elements, so it opens in a browser
+without a network and can be mailed.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxscale.checks import pip_install
+from jaxscale.observability import svg_plots
 
 
 _STYLE = """
@@ -27,12 +28,16 @@ th, td { text-align: left; padding: .35rem .7rem; border-bottom: 1px solid #dde3
 th { background: #f4f6f9; }
 td.number { font-variant-numeric: tabular-nums; }
 .number, .short { white-space: nowrap; } .long { overflow-wrap: anywhere; }
+.facts { width: auto; } .facts th { font-weight: normal; }
+.headlines { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1.5rem 0; }
+.headlines div { flex: 1 1 14rem; background: #f4f6f9; padding: 1rem 1.2rem; }
+.headlines b { display: block; font-size: 2rem; line-height: 1.2; }
+.plot { max-width: 100%; height: auto; min-width: 560px; }
 pre { background: #f4f6f9; padding: .8rem; white-space: pre-wrap; }
 @media (max-width: 600px) {
   table { font-size: .8rem; } th, td { padding: .3rem .4rem; }
 }
 """
-_COLORS = ("#3f83c7", "#d9822b", "#4f9d49", "#8b7bb5", "#c0504d", "#5b6876")
 
 
 def plotly(module: str) -> ModuleType:
@@ -84,7 +89,6 @@ class Report:
     def __init__(self, title: str) -> None:
         self._title = title
         self._parts: list[str] = []
-        self._has_plot = False
 
     def heading(self, text: str) -> None:
         """A heading over what follows."""
@@ -126,17 +130,35 @@ class Report:
             f"<div class='wide'><table><thead><tr>{head}</tr></thead>"
             f"<tbody>{body}</tbody></table></div>"
         )
-        if folded is not None:
-            line = f"<summary>{html.escape(folded)}</summary>"
-            table = f"<details>{line}{table}</details>"
-        self._parts.append(table)
+        self._parts.append(_folded(table, folded))
+
+    def headlines(self, figures: Mapping[str, str]) -> None:
+        """Large figures beside each other, each with what it is under it.
+
+        Args:
+            figures: The figures by their descriptions.
+        """
+        boxes = "".join(
+            f"<div><b>{html.escape(figure)}</b><span>{html.escape(about)}</span></div>"
+            for about, figure in figures.items()
+        )
+        self._parts.append(f"<div class='headlines'>{boxes}</div>")
 
     def facts(
         self, facts: Mapping[str, str | float], *, folded: str | None = None
     ) -> None:
-        """A table of names and values, as `table` shows one."""
-        rows = [[name, value] for name, value in facts.items()]
-        self.table(["what", "value"], rows, folded=folded)
+        """A list of names and values, as wide as they are.
+
+        Args:
+            facts: Values by their names.
+            folded: A line that shows the list when it is clicked; None shows it.
+        """
+        rows = "".join(
+            f"<tr><th>{html.escape(name)}</th>{_cell(value)}</tr>"
+            for name, value in facts.items()
+        )
+        table = f"<div class='wide'><table class='facts'>{rows}</table></div>"
+        self._parts.append(_folded(table, folded))
 
     def drawing(self, svg: str) -> None:
         """A picture; if wider than the page, it can be scrolled.
@@ -154,107 +176,55 @@ class Report:
         y_title: str,
         log_y: bool = False,
     ) -> None:
-        """An interactive line plot.
+        """A line plot.
 
         Args:
             series: The lines.
             x_title: Title of the horizontal axis, with the unit.
             y_title: Title of the vertical axis, with the unit.
             log_y: True makes the vertical axis logarithmic.
-
-        Raises:
-            ImportError: plotly is missing; the message names the extra.
         """
-        graph_objects = plotly("graph_objects")
-        figure = graph_objects.Figure(
-            [
-                graph_objects.Scatter(x=list(s.x), y=list(s.y), name=s.name)
-                for s in series
-            ]
+        drawing = svg_plots.lines(
+            [(s.name, s.x, s.y) for s in series],
+            x_title=x_title,
+            y_title=y_title,
+            log_y=log_y,
         )
-        self._figure(
-            figure,
-            x_title,
-            y_title,
-            yaxis_type="log" if log_y else "linear",
-            showlegend=len(series) > 1,
-            hovermode="x unified",
-        )
+        self.drawing(drawing)
 
     def bars(self, series: Sequence[Series], *, x_title: str, y_title: str) -> None:
-        """An interactive bar chart, for example a histogram.
+        """A bar chart, for example a histogram.
 
         Args:
             series: One color of bars each; `x` are their centers, `y` their heights.
             x_title: Title of the horizontal axis, with the unit.
             y_title: Title of the vertical axis, with the unit.
-
-        Raises:
-            ImportError: plotly is missing; the message names the extra.
         """
-        graph_objects = plotly("graph_objects")
-        figure = graph_objects.Figure(
-            [graph_objects.Bar(x=list(s.x), y=list(s.y), name=s.name) for s in series]
-        )
-        self._figure(figure, x_title, y_title, showlegend=len(series) > 1)
+        drawn = [(s.name, s.x, s.y) for s in series]
+        self.drawing(svg_plots.bars(drawn, x_title=x_title, y_title=y_title))
 
     def image(
-        self, values: Sequence[Sequence[float]], *, x_title: str, y_title: str
+        self,
+        values: Sequence[Sequence[float]],
+        *,
+        shape: tuple[int, int],
+        x_title: str,
+        y_title: str,
     ) -> None:
-        """An interactive image in shades of one color, its first row on top.
+        """An image in shades of one color, its first row on top.
 
         Args:
-            values: Rows of kept fractions, from 0 (white) to 1.
+            values: Rows of shares that are kept, from 0 (white) to 1.
+            shape: Rows and columns of what the image stands for, which the axes count.
             x_title: Title of the columns.
             y_title: Title of the rows.
-
-        Raises:
-            ImportError: plotly is missing; the message names the extra.
         """
-        graph_objects = plotly("graph_objects")
-        heatmap = graph_objects.Heatmap(
-            z=[[round(float(v), 3) for v in row] for row in values],
-            zmin=0,
-            zmax=1,
-            colorscale="Blues",
-            colorbar={"thickness": 12, "title": {"text": "kept", "side": "right"}},
-        )
-        figure = graph_objects.Figure([heatmap])
-        self._figure(figure, x_title, y_title, yaxis_autorange="reversed")
-
-    def _figure(self, figure: Any, x_title: str, y_title: str, **layout: Any) -> None:
-        """Apply the common layout to a figure, and append it."""
-        figure.update_layout(
-            template="plotly_white",
-            height=340,
-            margin={"l": 60, "r": 20, "t": 30, "b": 50},
-            font={"family": "system-ui, sans-serif", "color": "#1d2733"},
-            colorway=_COLORS,
-            legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-            xaxis_title=x_title,
-            yaxis_title=y_title,
-            **layout,
-        )
-        # The script itself is 4.7 MB: it goes in once, before the first plot.
-        self._parts.append(
-            figure.to_html(
-                full_html=False,
-                include_plotlyjs=not self._has_plot,
-                config={"displayModeBar": False, "responsive": True},
-            )
-        )
-        self._has_plot = True
+        drawing = svg_plots.image(values, shape=shape, x_title=x_title, y_title=y_title)
+        self.drawing(drawing)
 
     def extend(self, other: "Report") -> None:
-        """Append the parts of another report, whose title is dropped.
-
-        Raises:
-            ValueError: both have plots, and so both contain plotly's script.
-        """
-        if self._has_plot and other._has_plot:
-            raise ValueError("only one of two joined reports may have plots")
+        """Append the parts of another report, whose title is dropped."""
         self._parts += other._parts
-        self._has_plot |= other._has_plot
 
     def write(self, path: str | pathlib.Path) -> pathlib.Path:
         """Write the page to `path`, making its folder; returns the path."""
@@ -283,10 +253,10 @@ def add_steps(report: Report, records: Sequence[Mapping[str, Any]]) -> None:
         >>> add_steps(report, [{"step": 1, "loss": 2.5}, {"step": 1, "eval_loss": 2.6}])
     """
     for y_title, names in (
-        ("loss (nats a token)", {"loss": "training", "eval_loss": "held out"}),
+        ("loss (nats/token)", {"loss": "training", "eval_loss": "held out"}),
         ("learning rate", {"lr": "learning rate"}),
         ("norm of the gradients", {"grad_norm": "before they are clipped"}),
-        ("tokens/s a device", {"tokens_per_second_per_device": "throughput"}),
+        ("tokens/s per device", {"tokens_per_second_per_device": "throughput"}),
     ):
         series = []
         for name, label in names.items():
@@ -296,6 +266,13 @@ def add_steps(report: Report, records: Sequence[Mapping[str, Any]]) -> None:
                 series.append(Series(name=label, x=x, y=y))
         if series:
             report.plot(series, x_title="step", y_title=y_title)
+
+
+def _folded(table: str, line: str | None) -> str:
+    """A table, under a line that shows it if there is one."""
+    if line is None:
+        return table
+    return f"<details><summary>{html.escape(line)}</summary>{table}</details>"
 
 
 def _cell(value: str | float) -> str:

@@ -48,7 +48,8 @@ class Standing:
         """Description in words."""
         if self.error:
             return f"step {self.step}, failed in {self.phase}"
-        return f"step {self.step}, {self.phase}" if self.phase else "nothing heard"
+        phase = "finished" if self.phase == phases.BYE else self.phase
+        return f"step {self.step}, {phase}" if phase else "nothing heard"
 
 
 _NOTHING = Standing(-1, "", 0.0)

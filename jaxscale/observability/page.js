@@ -97,7 +97,7 @@ function drawLoss() {
       marker: {symbol: "triangle-up", size: 10, color: MARKS[kind] || RED}, text: found.map(m => wrapped(m.text)),
       hovertemplate: "step %{x}: %{text}<extra></extra>"});
   }
-  plot("loss", traces, {xaxis: axis("step"), yaxis: axis("loss, nats a token"),
+  plot("loss", traces, {xaxis: axis("step"), yaxis: axis("loss, nats/token"),
     yaxis2: {overlaying: "y", range: [0, 1], visible: false, fixedrange: true},
     shapes: (marks.length > MOST_LINES ? [] : marks).map(m => ({type: "line", x0: m.step, x1: m.step, y0: 0, y1: 1, yref: "paper",
       line: {color: MARKS[m.kind] || RED, width: 1, dash: "dot"}}))});

@@ -136,7 +136,7 @@ def _facts(run: Run, layout: MeshLayout, productive: float) -> dict[str, str]:
     axes = " x ".join(f"{a} {n}" for a, n in layout.axes.items() if n > 1)
     facts = {
         "ranks": f"{layout.num_ranks}",
-        "hosts": f"{len({*layout.hosts.values()}) or 'not told'}",
+        "hosts": f"{len({*layout.hosts.values()}) or 'not reported'}",
         "mesh": axes or "one device",
         "steps done": f"{int(done.max()):,}" if len(done) else "none",
         "wall time": duration(run.end - run.begin),
@@ -145,7 +145,7 @@ def _facts(run: Run, layout: MeshLayout, productive: float) -> dict[str, str]:
     }
     for name, key, text in (
         ("held-out loss", "eval_loss", "{:.4f}"),
-        ("tokens/s a device", "tokens_per_second_per_device", "{:,.0f}"),
+        ("tokens/s per device", "tokens_per_second_per_device", "{:,.0f}"),
     ):
         known = [r[key] for r in run.metrics if isinstance(r.get(key), float | int)]
         if known:

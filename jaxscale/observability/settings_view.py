@@ -28,12 +28,9 @@ def settings_facts(content: dict[str, Any]) -> dict[str, str]:
 
     Example:
         >>> settings_facts({"jaxscale": "0.1", "config": {"seed": 3}})
-        {'versions': 'jaxscale 0.1', 'seed': '3'}
+        {'seed': '3'}
     """
-    versions = [
-        f"{n} {content[n]}" for n in ("jaxscale", "jax", "python") if n in content
-    ]
-    facts = {"versions": ", ".join(versions)} if versions else {}
+    facts = {}
     if content.get("devices"):
         facts["devices"] = str(content["devices"])
     flat = dict(settings_rows(content))
@@ -50,16 +47,20 @@ def settings_facts(content: dict[str, Any]) -> dict[str, str]:
 
 
 def settings_rows(content: dict[str, Any]) -> list[tuple[str, str]]:
-    """Every setting by its dotted name, as on the command line.
+    """The versions, and every setting by its dotted name, which is that of its option.
 
     Args:
         content: From `settings_of`.
 
     Example:
-        >>> settings_rows({"config": {"steps": 3, "mesh": {"tensor": 2}}})
-        [('steps', '3'), ('mesh.tensor', '2')]
+        >>> settings_rows({"jax": "0.11", "config": {"mesh": {"tensor": 2}}})
+        [('version of jax', '0.11'), ('mesh.tensor', '2')]
     """
-    rows: list[tuple[str, str]] = []
+    rows = [
+        (f"version of {name}", str(content[name]))
+        for name in ("jaxscale", "jax", "python")
+        if name in content
+    ]
     pending = [("", content.get("config"))]
     while pending:
         name, value = pending.pop(0)

@@ -35,6 +35,7 @@ from jaxscale.pruning.scores import (
     wanda_scores,
 )
 from jaxscale.pruning.tilewise import Mask, Matrix, make_masks, tile_counts
+from jaxscale.public import listing
 
 
 __all__ = [
@@ -75,3 +76,5 @@ __all__ = [
     "wanda_scores",
     "work",
 ]
+
+__dir__ = listing(__all__)

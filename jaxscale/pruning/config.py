@@ -25,6 +25,10 @@ TILE_WISE = ("tw_k", "tw", "tew")
 """Patterns whose masks `jaxscale.pruning.sparsify` turns into sparse layers."""
 
 
+_LEAST = 0.25
+"""What each layer keeps at least, as a part of what it would keep if all lost alike."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PruneConfig:
     """Pattern, sparsity and the layers that they apply to.
@@ -57,6 +61,11 @@ class PruneConfig:
     scope: Literal["global", "layer"] = "global"
     """Rank the units of all chosen layers together (global), or give every layer the
     same sparsity (layer), for scores that do not compare across layers (wanda)."""
+    max_layer_sparsity: float | None = None
+    """Highest sparsity of a single layer, at least `sparsity`; other layers lose more
+    instead. None leaves each layer a quarter of what it would keep if all were pruned
+    alike: at 75%, no layer loses more than 93.75%. 1 sets no bound: a layer may then
+    lose all its weights."""
     apriori: float = 0.0
     """Exponent of the a-priori bias in the ranking of tiles: a unit's score is
     multiplied by the fraction of it that ew would keep, to this power."""
@@ -80,6 +89,13 @@ class PruneConfig:
             raise ValueError(
                 f"sparsity {self.sparsity!r}, expected at least 0 and below 1: the "
                 "share of weights that is pruned"
+            )
+        bound = self.max_layer_sparsity
+        if bound is not None and not self.sparsity <= bound <= 1:
+            raise ValueError(
+                f"max_layer_sparsity {bound}, expected sparsity {self.sparsity} to 1: "
+                "where no layer may lose so much, all of them cannot; raise it, or "
+                "leave it out"
             )
         check_choice("pattern", self.pattern, list(PATTERNS))
         if self.pattern == "2:4" and self.sparsity not in (0.0, 0.5):
@@ -112,6 +128,13 @@ class PruneConfig:
     def with_sparsity(self, sparsity: float) -> "PruneConfig":
         """The same settings for another sparsity."""
         return dataclasses.replace(self, sparsity=sparsity)
+
+    @property
+    def least_share(self) -> float:
+        """The share of its weights that each layer keeps at least."""
+        if self.max_layer_sparsity is None:
+            return _LEAST * (1 - self.sparsity)
+        return 1 - self.max_layer_sparsity
 
     @property
     def tiled(self) -> bool:

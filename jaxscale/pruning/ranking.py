@@ -5,6 +5,7 @@ All of this is numpy on the host: masks are made rarely, and must be reproducibl
 Legend: K input features, N output features.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,13 +19,16 @@ def keep_best(
     keep: int,
     *,
     allowed: Sequence[Bool[np.ndarray, "..."]] | None = None,
+    least: Sequence[int] | None = None,
 ) -> list[Bool[np.ndarray, "..."]]:
     """Mark the best `keep` units of all arrays together; ties go to the earlier one.
 
     Args:
         scores: Any arrays, one entry per unit.
         keep: Number of units that are kept, over all arrays.
-        allowed: Units that may be kept; None is all of them.
+        allowed: Units that may be kept at all; None is all of them.
+        least: Units that each array keeps whatever the others score, as many of them as
+            are allowed; at most `keep` together.
 
     Returns:
         The masks of the kept units, of the same shapes; `keep` true entries in total.
@@ -46,12 +50,34 @@ def keep_best(
                 "the mask before; sparsity must not fall from stage to stage"
             )
         flat = np.where(may, flat, -np.inf)
-    kept = best(flat, keep)
     ends = np.cumsum([score.size for score in scores])[:-1]
+    if least is not None:
+        for part, count in zip(np.split(flat, ends), least, strict=True):  # views
+            first = best(part, min(count, int((part > -np.inf).sum())))
+            part[first] = np.inf
+    kept = best(flat, keep)
     return [
         part.reshape(score.shape)
         for part, score in zip(np.split(kept, ends), scores, strict=True)
     ]
+
+
+def least_units(sizes: Sequence[int], share: float, keep: int) -> list[int]:
+    """Units that arrays keep at least: a share of each, rounded down, but not to none.
+
+    Args:
+        sizes: Units of each array.
+        share: Share of them; lower where `keep` is a lower one of all.
+        keep: Number of units that are kept, over all arrays.
+
+    Example:
+        >>> least_units([8, 20], 0.25, 14), least_units([8, 20], 0.9, 14)
+        ([2, 5], [4, 10])
+    """
+    share = min(share, keep / max(sum(sizes), 1))
+    counts = [math.floor(round(share * size, 6)) for size in sizes]
+    some = [max(count, 1) for count in counts]
+    return some if share > 0 and sum(some) <= keep else counts
 
 
 def best(scores: Float[np.ndarray, " n"], keep: int) -> Bool[np.ndarray, " n"]:
@@ -98,10 +124,13 @@ def keep_share(
     sparsity: float,
     *,
     allowed: Sequence[Bool[np.ndarray, "..."]] | None = None,
+    least_share: float = 0.0,
 ) -> list[Bool[np.ndarray, "..."]]:
-    """`keep_best` for the number of units that a sparsity keeps."""
-    total = sum(score.size for score in scores)
-    return keep_best(scores, total - pruned_units(total, sparsity), allowed=allowed)
+    """`keep_best` of the units that a sparsity leaves, and of each array a share."""
+    sizes = [score.size for score in scores]
+    keep = sum(sizes) - pruned_units(sum(sizes), sparsity)
+    least = least_units(sizes, least_share, keep)
+    return keep_best(scores, keep, allowed=allowed, least=least)
 
 
 def unit_means(

@@ -2,8 +2,10 @@ r"""Masks of every pattern, from scores.
 
 A unit is what a pattern keeps or prunes as a whole. Its score is the mean of its
 elements' scores. With :math:`U` equal units, sparsity :math:`s` prunes exactly
-:math:`\lfloor U s + 1/2 \rfloor` of them, the worst; ties keep the earlier one. The
-units of all matrices are ranked together, unless ``scope`` is ``"layer"``.
+:math:`\lfloor U s + 1/2 \rfloor` of them, the worst; ties keep the earlier one.
+The units of all matrices are ranked together, unless ``scope`` is ``"layer"``. Each
+matrix first keeps as many of its own best units as ``max_layer_sparsity`` guarantees
+it, so that no layer loses everything.
 
 The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
 
@@ -37,8 +39,10 @@ from jaxtyping import Bool, Float, Int
 
 from jaxscale.pruning.config import PruneConfig, pruned_units
 from jaxscale.pruning.ranking import (
+    best,
     keep_best,
     keep_share,
+    least_units,
     share_out,
     spread,
     unit_all,
@@ -171,6 +175,7 @@ def _element_wise(matrices: Sequence[Matrix], config: PruneConfig) -> list[np.nd
         [m.scores for m in matrices],
         config.sparsity,
         allowed=_allowed(matrices),
+        least_share=config.least_share,
     )
 
 
@@ -218,6 +223,7 @@ def _block_wise(matrices: Sequence[Matrix], config: PruneConfig) -> list[np.ndar
         [unit_means(m.scores, side, side) for m in matrices],
         config.sparsity,
         allowed=None if allowed is None else [unit_all(a, side, side) for a in allowed],
+        least_share=config.least_share,
     )
     return [spread(unit, side, side) for unit in units]
 
@@ -238,7 +244,8 @@ def _tiles(
         single = [
             dataclasses.replace(m, previous=None, previous_tiled=None) for m in matrices
         ]
-        densities = _element_wise(single, config)
+        unbounded = dataclasses.replace(config, max_layer_sparsity=1.0)
+        densities = _element_wise(single, unbounded)
     # The columns that the tiles are made of, in order.
     if config.pattern == "tw_k":
         columns = [np.arange(m.scores.shape[1]) for m in matrices]
@@ -250,11 +257,13 @@ def _tiles(
         if densities is not None:
             score *= _bias(unit_means(densities[i][:, columns[i]], rows, tile), config)
         scores.append(score)
-    allowed = _allowed_pieces(matrices, columns, config, pieces)
-    units = keep_best(scores, pieces, allowed=allowed)
+    sizes = [m.scores.size // (rows * tile) for m in matrices]
+    least = least_units(sizes, config.least_share, pieces)
+    allowed = _allowed_pieces(matrices, columns, config, pieces, (scores, least))
+    units = keep_best(scores, pieces, allowed=allowed, least=least)
     if config.equal_work:
         units = [
-            _balance(score, unit, matrix.row_shards, allowed[i] if allowed else None)
+            _balance(score, unit, matrix.row_shards, allowed[i])
             for i, (score, unit, matrix) in enumerate(
                 zip(scores, units, matrices, strict=True)
             )
@@ -272,8 +281,18 @@ def _allowed_pieces(
     columns: Sequence[np.ndarray],
     config: PruneConfig,
     pieces: int,
-) -> list[np.ndarray] | None:
-    """Mark the pieces that may be kept; None is all of them."""
+    needed: tuple[Sequence[np.ndarray], Sequence[int]],
+) -> list[np.ndarray]:
+    """Mark the pieces that may be kept.
+
+    Args:
+        matrices: The matrices.
+        columns: Those that each keeps.
+        config: Pattern, tile and rows of a piece.
+        pieces: How many are kept, over all matrices.
+        needed: Scores of the pieces of each matrix, and how many it keeps at least: the
+            best, where those of features that are left are fewer.
+    """
     rows, tile = config.k_granularity, config.tile
     place = {matrix.name: i for i, matrix in enumerate(matrices)}
     before, fed = [], []
@@ -288,6 +307,10 @@ def _allowed_pieces(
             comes = np.isin(np.arange(height), columns[place[matrix.fed_by]])
         comes = comes.reshape(-1, rows).any(1)  # [K] to [K / rows]
         fed.append(units & comes[:, None])
+    for own, all_own, score, count in zip(fed, before, *needed, strict=True):
+        missing = min(count - int(own.sum()), int((all_own & ~own).sum()))
+        rest = np.where(all_own & ~own, score, -np.inf)
+        own |= best(rest.ravel(), missing).reshape(own.shape)
     if sum(int(units.sum()) for units in fed) >= pieces:
         return fed
     return before  # else too little is left
@@ -328,11 +351,20 @@ def _keep_columns(
                 own = own * _bias(densities[i].mean(axis=0), config)
             score += own / len(bundle)
         candidates = _column_groups([matrices[i] for i in bundle], score, config.tile)
-        for place, columns in enumerate(candidates):
-            capacity = sum(_capacity(matrices[i], columns) for i in bundle)
-            # The first group of each matrix stays: no layer loses all of its output.
-            mean = math.inf if place == 0 else float(score[columns].mean())
-            groups.append((mean, bundle, columns, capacity))
+        taken, room = 0, 0.0
+        for columns in candidates:
+            capacity = [_capacity(matrices[i], columns) for i in bundle]
+            # The first group of each matrix stays, and as many more as hold what it
+            # keeps at least, in a layer that it feeds too.
+            must = taken < math.sqrt(config.least_share) * score.size
+            must |= taken == 0 or room < config.least_share
+            mean = math.inf if must else float(score[columns].mean())
+            groups.append((mean, bundle, columns, sum(capacity)))
+            taken += columns.size
+            room += min(
+                part / matrices[i].scores.size
+                for i, part in zip(bundle, capacity, strict=True)
+            )
     groups.sort(key=lambda group: -group[0])
     total = sum(m.scores.size for m in matrices)
     wanted = total * math.sqrt(1 - config.sparsity)

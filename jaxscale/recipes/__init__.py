@@ -4,6 +4,8 @@ The three packages below know nothing of each other. What `jaxscale prune` and
 `jaxscale quickstart` do with them is here, as functions.
 """
 
+from jaxscale.public import listing
+from jaxscale.recipes.classify import train_classifier
 from jaxscale.recipes.export import export
 from jaxscale.recipes.prune import (
     Pruned,
@@ -31,5 +33,8 @@ __all__ = [
     "mean_loss",
     "prepare",
     "prune_and_tune",
+    "train_classifier",
     "tuning_config",
 ]
+
+__dir__ = listing(__all__)

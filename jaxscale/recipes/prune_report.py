@@ -53,7 +53,7 @@ def add_settings(report: Report, config: TrainConfig, **more: Any) -> None:
     report.facts(
         console.facts(config, mesh)
         | {"seed": config.seed, "learning rate": config.optimizer.learning_rate}
-        | {"peak of the memory": peak or "not told by these devices"}
+        | {"peak memory": peak or "not reported"}
     )
     groups = {name: dataclasses.asdict(value) for name, value in more.items()}
     report.facts(
@@ -76,22 +76,27 @@ def add_to_report(report: Report, pruned: Pruned, bytes_per_token: float) -> Non
     _add_tiles(report, layers)
     for layer, mask in _pictured(pruned.masks):
         report.text(
-            f"What {layer} keeps, {mask.mean():.0%} of its weights: inputs from top to "
-            "bottom, outputs across."
+            f"What {layer} keeps, {mask.mean():.0%} of its weights: rows are input "
+            "features, columns output features."
         )
-        image = picture(mask, size=96)
-        report.image(image.tolist(), x_title="outputs", y_title="inputs")
+        image = picture(mask, size=128)
+        report.image(
+            image.tolist(),
+            shape=(mask.shape[0], mask.shape[1]),
+            x_title="columns of the weight (outputs)",
+            y_title="rows of the weight (inputs)",
+        )
 
 
 def _add_losses(report: Report, pruned: Pruned, bytes_per_token: float) -> None:
     masks = pruned.masks
     report.text(
         f"Pattern {masks.config.pattern}, {masks.sparsity:.1%} of the weights of the "
-        "chosen layers; the losses are held-out, in nats a token and in bits a byte."
+        "chosen layers; the losses are held-out, in nats/token and in bits/byte."
     )
     steps = int(pruned.result.state.step)
     report.table(
-        ["model", "steps more", "held-out loss", "bits a byte"],
+        ["model", "extra steps", "held-out loss", "bits/byte"],
         [
             [name, more, f"{e.loss:.4f}", f"{e.loss / np.log(2) / bytes_per_token:.3f}"]
             for name, more, e in (
@@ -108,7 +113,7 @@ def _add_losses(report: Report, pruned: Pruned, bytes_per_token: float) -> None:
         "steps is not among these losses."
         if pruned.control is None
         else "More training lowers any loss, so compare the last two: pruning costs "
-        f"{pruned.tuned.loss - pruned.control.loss:.4f} nats a token."
+        f"{pruned.tuned.loss - pruned.control.loss:.4f} nats/token."
     )
 
 

@@ -77,6 +77,8 @@ class Session:
         self.config = config
         self.console = Console(highlight=False)
         self.report = Report("jaxscale quickstart")
+        self.headlines: dict[str, str] = {}
+        """The figures that the report opens with, by what they are."""
         devices = jax.devices()
         self.on_gpu = devices[0].platform == "gpu"
         self.train_config = _train_config(config, len(devices), on_gpu=self.on_gpu)
@@ -85,7 +87,7 @@ class Session:
         self.state: TrainState
         """Set by `train`: the trained model, on the mesh."""
         self.held_out_loss: float
-        """Set by `train`: in nats a token."""
+        """Set by `train`: in nats/token."""
         self.sparse_model: Decoder
         """Set by `prune`: the pruned model, which computes only what it keeps."""
 
@@ -143,9 +145,13 @@ def train(session: Session) -> str:
     rates = [r["tokens_per_second_per_device"] for r in steps[1:]]
     rate = sum(rates) / len(rates) if rates else float("nan")
     _report_training(session, records, rate, bits)
+    session.headlines[
+        f"held-out loss in nats/token after {config.steps} steps; a guess has "
+        f"{uniform:.2f}"
+    ] = f"{session.held_out_loss:.2f}"
     return (
         f"held-out loss {uniform:.2f} (a guess) to {session.held_out_loss:.2f}, "
-        f"{bits:.2f} bits a byte, {rate:,.0f} tokens/s on each device"
+        f"{bits:.2f} bits/byte, {rate:,.0f} tokens/s per device"
     )
 
 
@@ -220,6 +226,10 @@ def prune(session: Session) -> str:
         "The sparse form, which stores and computes only what is kept, has the same "
         f"held-out loss{f' up to {difference:.1e}' if difference else ''}."
     )
+    session.headlines[
+        f"of the weights pruned; held-out loss {pruned.before.loss:.2f} dense, "
+        f"{pruned.after.loss:.2f} pruned, {pruned.tuned.loss:.2f} trained on"
+    ] = f"{pruned.masks.sparsity:.0%}"
     speed = _speed(session, masked, session.sparse_model) if session.on_gpu else ""
     assert pruned.control is not None  # asked for
     return (
@@ -271,6 +281,9 @@ def serve(session: Session) -> str:
         session.report.sample(text)
         session.console.print(text, style="dim", markup=False, soft_wrap=True)
         session.console.print()
+    session.headlines[
+        f"tokens/s of the dense model over HTTP, {REQUESTS} requests at once"
+    ] = f"{found['dense'].rate:,.0f}"
     rates = ", ".join(f"{name} {each.rate:,.0f}" for name, each in found.items())
     return f"{REQUESTS} requests over HTTP, the same texts as alone; tokens/s: {rates}"
 
@@ -312,6 +325,7 @@ def run(config: QuickstartConfig, steps: Sequence[Step] = STEPS) -> Path:
         session.console.print(f"     {gained}", soft_wrap=True)
 
     page = Report("jaxscale quickstart")
+    page.headlines(session.headlines)
     page.heading("What each step cost and gained")
     page.text(f"Device: {where}.")
     page.table(["step", "time", "result"], rows)
@@ -400,9 +414,9 @@ def _report_training(
             "mesh": _shape(config.mesh),
             "tokens a step": config.data.tokens_per_batch,
             "steps": config.steps,
-            "held-out loss (nats a token)": session.held_out_loss,
-            "held-out bits a byte": bits,
-            "tokens/s on each device": rate,
+            "held-out loss (nats/token)": session.held_out_loss,
+            "held-out bits/byte": bits,
+            "tokens/s per device": rate,
         }
     )
     add_steps(report, records)

@@ -18,7 +18,7 @@ from jaxscale.training import (
     packed_batches,
 )
 from jaxscale.training import run as run_directory
-from jaxscale.training.data.labeled_text import LabeledText, load_labeled
+from jaxscale.training.data.labeled_text import LabeledText, Records, load_labeled
 from jaxscale.training.kept_head import kept_of
 
 
@@ -64,7 +64,7 @@ class Task:
         return f"with {several}the labels {', '.join(self.text.labels)}"
 
 
-def prepare(config: TrainConfig) -> Task:
+def prepare(config: TrainConfig, records: Records | None = None) -> Task:
     """Read the text of a run and make its batches, as its model wants them.
 
     A decoder learns the next token. An encoder learns to guess hidden tokens, or, where
@@ -73,6 +73,7 @@ def prepare(config: TrainConfig) -> Task:
     Args:
         config: The settings of the run. An encoder without a head gets the one that its
             family has for the task.
+        records: Texts with labels, instead of those in ``data.paths``.
 
     Raises:
         ValueError: the text cannot be used, or does not fit model, head or mesh.
@@ -91,7 +92,7 @@ def prepare(config: TrainConfig) -> Task:
             config=config, text=text, train_data=train_data, eval_data=eval_data
         )
     if labeled:
-        return _classification(config)
+        return _classification(config, records)
     return _masked(config)
 
 
@@ -112,8 +113,8 @@ def _masked(config: TrainConfig) -> Task:
     )
 
 
-def _classification(config: TrainConfig) -> Task:
-    text = load_labeled(config.data)
+def _classification(config: TrainConfig, records: Records | None) -> Task:
+    text = load_labeled(config.data, records)
     head, own = config.head, _head_of_source(config)
     if head is None or head.kind != "sequence" or head.num_labels == 0:
         asked: dict[str, Any] = {"labels": text.labels, "problem": text.problem}

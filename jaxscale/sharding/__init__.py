@@ -1,5 +1,6 @@
 """Multi-node start-up, device meshes, sharding rules, and operations that use them."""
 
+from jaxscale.public import listing
 from jaxscale.sharding.distributed import Cluster, initialize
 from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.lookup import gather
@@ -78,3 +79,5 @@ __all__ = [
     "specs",
     "use_xla_flags",
 ]
+
+__dir__ = listing(__all__)

@@ -114,7 +114,8 @@ def make_mesh(
         devices: The `jax.Device` objects to use; by default all of all processes.
 
     Raises:
-        ValueError: an axis is unknown, or the sizes do not fit the devices.
+        ValueError: sizes have no names, an axis is unknown, or the sizes do not fit the
+            devices.
 
     Example:
         >>> import jax
@@ -122,6 +123,11 @@ def make_mesh(
         >>> dict(mesh.shape)
         {'pipe': 1, 'data': 1, 'fsdp': 2, 'context': 1, 'tensor': 2}
     """
+    if not isinstance(config, MeshConfig | Mapping):
+        raise ValueError(
+            f"config {config!r}, expected the sizes of axes by their names, such as "
+            f"{{'fsdp': 2, 'tensor': 2}}, or a MeshConfig; the axes are {MESH_AXES}"
+        )
     if not isinstance(config, MeshConfig):
         fields = {field.name for field in dataclasses.fields(MeshConfig)}
         unknown = sorted(set(config) - fields)

@@ -9,6 +9,7 @@ is retraced when the recipe changes, and nothing depends on hidden global state.
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -149,6 +150,26 @@ class AxisRules:
                 axis: names[0] if len(names) == 1 else names or None
                 for axis, names in entries.items()
             }
+        )
+
+
+def check_rules(rules: Any) -> None:
+    """Raise where what should be a table of axes is something else.
+
+    Raises:
+        ValueError: it is the name of a preset, or of another type.
+
+    Example:
+        >>> check_rules("fsdp")
+        Traceback (most recent call last):
+        ...
+        ValueError: rules 'fsdp', expected an AxisRules; jaxscale.sharding.preset(...
+    """
+    if not isinstance(rules, AxisRules):
+        name = rules if isinstance(rules, str) else "fsdp"
+        raise ValueError(
+            f"rules {rules!r}, expected an AxisRules; "
+            f"jaxscale.sharding.preset({name!r}) makes the table of that name"
         )
 
 

@@ -5,6 +5,7 @@ A driver for the job and an executor on each host watch the ranks, kill hung or 
 ones, and restart the job from its newest checkpoint.
 """
 
+from jaxscale.public import listing
 from jaxscale.supervision.config import Deadlines, SuperviseConfig
 from jaxscale.supervision.driver import GaveUp
 from jaxscale.supervision.events import EventLog, current, leave, read_events
@@ -21,3 +22,5 @@ __all__ = [
     "read_events",
     "supervise",
 ]
+
+__dir__ = listing(__all__)

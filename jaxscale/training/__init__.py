@@ -1,5 +1,6 @@
 """Training: losses, optimizers, the training step and loop, checkpoints, metrics."""
 
+from jaxscale.public import listing
 from jaxscale.training.checkpoint.digest import ReplicasDiffer, check_replicas
 from jaxscale.training.checkpoint.steps import CheckpointNotWritten, DamagedCheckpoint
 from jaxscale.training.checkpoint.store import Checkpointer
@@ -136,3 +137,5 @@ __all__ = [
     "state_shardings",
     "tokenize",
 ]
+
+__dir__ = listing(__all__)

@@ -60,6 +60,7 @@ def pretrained(
     rules = config.axis_rules if rules is None else rules
     places = rules if places is None else places
     directory = local_directory(config.source)
+    logger.info("reading the weights of %s", config.source)
     if run_directory.is_run(directory):
         model = _of_run(config, directory, mesh, places)
     else:

@@ -230,10 +230,15 @@ def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
             the schedule of the run.
     """
     saved, step = _saved(directory), config.step
+    if step is not None and not saved:
+        raise ValueError(
+            f"step {step} goes back to a checkpoint, and output_dir {directory} has "
+            f"none; leave it out, or set steps to {step} for the length of a run"
+        )
     if step is not None and not (resume and step in saved):
         raise ValueError(
             f"step {step} must be a checkpoint of a run that --resume continues; in "
-            f"output_dir {directory} there are {saved}"
+            f"output_dir {directory} there are those of the steps {saved}"
         )
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"output_dir {directory} is a file; choose a directory")

@@ -29,7 +29,7 @@ def call(command):
 def test_help_describes_each_setting(call):
     code, out, _ = call("--help")
     assert code == 0
-    for option in ("--from DIR", "--prompt STR", "--max-new-tokens", "--temperature"):
+    for option in ("SOURCE", "--from SOURCE", "--prompt STR", "--temperature"):
         assert option in out
     assert "Hugging Face directory" in out
 
@@ -37,8 +37,9 @@ def test_help_describes_each_setting(call):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Required options .*--from.*--prompt"),
+        ([], "[Rr]equired .*SOURCE.*--prompt"),
         (["--from", "x", "--prompt", ""], "prompt is empty; give the model something"),
+        (["y", "--from", "x", "--prompt", "a"], "--from x and y are two sources"),
         (
             ["--from", "x", "--prompt", "a", "--max-new-tokens", "0"],
             "max_new_tokens 0, expected at least 1",
@@ -93,7 +94,14 @@ def test_from_a_hugging_face_directory(call, hugging_face):
 
     code, one, _ = call(*common, "--temperature", "1.5", "--seed", "1")
     assert code == 0
-    assert call(*common, "--temperature", "1.5", "--seed", "1") == (0, one, "")
+    common = (hugging_face, *common[2:])  # the other way to name it
+    code, again, told = call(*common, "--temperature", "1.5", "--seed", "1")
+    assert (code, again) == (0, one)  # and no notice is among the text
+    assert re.search(
+        rf"devices: 8 x cpu .*reading {hugging_face} .*model: [\d,]+ parameters; "
+        r"compiling for a prompt of \d+ tokens and 6 more",
+        told,
+    )
     assert call(*common, "--temperature", "1.5", "--seed", "2")[1] != one
 
 

@@ -51,7 +51,7 @@ def decoder(tmp_path_factory):
 def test_help_describes_each_setting(call):
     code, out, _ = call("--help")
     assert code == 0
-    for option in ("DIR", "--port", "--api-keys-file", "--engine.max-len", "--host"):
+    for option in ("SOURCE", "--port", "--api-keys-file", "--engine.max-len", "--host"):
         assert option in out
     assert "JAXSCALE_API_KEYS" in out
 
@@ -59,7 +59,7 @@ def test_help_describes_each_setting(call):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "DIR"),
+        ([], "SOURCE"),
         (["nowhere"], "'nowhere' is no directory, and no name of"),
         (["."], "holds no model: none of config.json"),
         ([".", "--drain-seconds", "0"], "drain_seconds 0"),

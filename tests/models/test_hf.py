@@ -522,8 +522,10 @@ def test_tensor_in_two_shards(copy):
 
 
 def test_missing_files(copy, tmp_path):
-    with pytest.raises(FileNotFoundError, match="'gpt2' is no directory, and no name"):
-        load("gpt2")
+    with pytest.raises(
+        FileNotFoundError, match="'nobody' is no directory, and no name"
+    ):
+        load("nobody")
     with pytest.raises(FileNotFoundError, match=r"config\.json does not exist; give a"):
         load(tmp_path)
     (tmp_path / "run.json").write_text("{}")

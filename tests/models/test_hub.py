@@ -34,7 +34,15 @@ def test_what_exists_here_is_never_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     assert local_directory("runs/tiny") == Path("runs/tiny")
-    for source in ("nowhere", "./runs/none", "a/b/c", "/a/b", "", Path("some/path")):
+    for source in (
+        "nowhere",
+        "gpt3",
+        "./runs/none",
+        "a/b/c",
+        "/a/b",
+        "",
+        Path("some/path"),
+    ):
         with pytest.raises(FileNotFoundError, match="is no directory, and no name of"):
             local_directory(source)
 
@@ -48,6 +56,23 @@ def test_revisions_reach_the_hub(monkeypatch):
     )
     assert local_directory("a/b@v1.0") == local_directory("a/b") == Path("/x")
     assert seen == [("a/b", "v1.0"), ("a/b", None)]
+
+
+def test_models_without_an_owner_are_those_of_the_hub(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda name, **options: seen.append((name, options["revision"])) or "/x",
+    )
+    for name in ("gpt2", "bert-base-uncased@main"):
+        assert local_directory(name) == Path("/x")
+    assert seen == [
+        ("openai-community/gpt2", None),
+        ("google-bert/bert-base-uncased", "main"),
+    ]
+    with pytest.raises(FileNotFoundError, match=r"\(did you mean gpt2\?\), which has"):
+        local_directory("gpt-2")
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch):

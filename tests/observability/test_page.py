@@ -77,13 +77,15 @@ def test_settings_and_rates_are_shown(tmp_path):
     lines += [{"step": s, "eval_loss": 3.0 - s} for s in (1, 2)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     data = page_data(read_run(run))
-    assert data["facts"]["versions"] == "jaxscale 0.1.0, jax 0.11.2"
+    assert "versions" not in data["facts"]
     assert data["facts"]["seed"] == "3" and data["facts"]["learning rate"] == "0.01"
     assert "begins with" not in data["facts"]
     assert data["facts"]["devices"] == "8 x NVIDIA H200"
     assert data["facts"]["held-out loss"] == "1.0000"
     assert data["command"] == "jaxscale train gpt2"
     assert data["settings"] == [
+        ["version of jaxscale", "0.1.0"],
+        ["version of jax", "0.11.2"],
         ["seed", "3"],
         ["source", "None"],
         ["optimizer.learning_rate", "0.01"],

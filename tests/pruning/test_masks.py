@@ -103,6 +103,83 @@ def test_tile_wise_structure(
     assert kept == total - pruned_units(total // piece, sparsity) * piece
 
 
+BOUNDS = [(0.5, None), (0.75, None), (0.9, None), (0.75, 0.75), (0.75, 0.8), (0.6, 0.9)]
+
+
+@pytest.mark.parametrize(("sparsity", "bound"), BOUNDS)
+@pytest.mark.parametrize("pattern", ["ew", "bw", "tw_k", "tw", "tew"])
+def test_no_layer_loses_more_than_its_bound(pattern, sparsity, bound):
+    """Layers whose scores are next to nothing keep their share, others the less."""
+    below = 0
+    for seed in range(3):
+        config = PruneConfig(
+            pattern=pattern,
+            sparsity=sparsity,
+            max_layer_sparsity=bound,
+            tile=8,
+            block=8,
+            equal_work=bool(seed % 2),
+        )
+        rng = np.random.default_rng(seed)
+        # The last three are gate, up and down of a feed-forward network.
+        shapes = [*SHAPES, (64, 96), (64, 96), (96, 32)]
+        related = [{}] * 4 + [{"shares": "w3"}, {"fed_by": "w3"}]
+        weights = [
+            dataclasses.replace(
+                m, scores=m.scores * np.float32(10 ** rng.uniform(-9, 9)), **more
+            )
+            for m, more in zip(matrices(*shapes, seed=seed), related, strict=True)
+        ]
+        masks = make_masks(weights, config)
+        piece = unit(config) if pattern != "tew" else config.tile
+        most = 1 - (1 - sparsity) / 4 if bound is None else bound
+        singles = 0.02 if pattern == "tew" and most == sparsity else 0
+        free = make_masks(weights, dataclasses.replace(config, max_layer_sparsity=1.0))
+        for mask, other in zip(masks, free, strict=True):
+            share = (1 - most) * (1 - singles) * mask.kept.size / piece
+            least = max(math.floor(share + 1e-6), 1) * piece
+            assert mask.kept.sum() >= least
+            below += other.kept.sum() < least
+        total = sum(mask.kept.size for mask in masks)
+        whole = total // unit(config)
+        kept = sum(int(mask.kept.sum()) for mask in masks)
+        assert kept == (whole - pruned_units(whole, sparsity)) * unit(config)
+    assert below  # some would have lost more
+
+
+@pytest.mark.parametrize("pattern", ["ew", "tw_k", "tw"])
+def test_the_bound_holds_from_stage_to_stage(pattern):
+    shapes, related = [(64, 96), (64, 96), (96, 32)], [{}, {"shares": "w0"}]
+    related.append({"fed_by": "w0"})
+    for seed in range(6):
+        rng, masks = np.random.default_rng(seed), None
+        for sparsity in (0.4, 0.7, 0.75):
+            drawn = matrices(*shapes, seed=int(rng.integers(1000)))
+            weights = [
+                dataclasses.replace(
+                    m,
+                    scores=m.scores * np.float32(10 ** rng.uniform(-5, 5)),
+                    previous=None if masks is None else masks[i].kept,
+                    previous_tiled=None if masks is None else masks[i].tiled,
+                    **related[i],
+                )
+                for i, m in enumerate(drawn)
+            ]
+            config = PruneConfig(pattern=pattern, sparsity=sparsity, tile=8)
+            masks = make_masks(weights, config)
+            for mask in masks:
+                units = mask.kept.size // unit(config)
+                least = math.floor((1 - sparsity) / 4 * units + 1e-6)
+                assert mask.kept.sum() >= least * unit(config)
+
+
+def test_a_bound_below_the_sparsity_is_refused():
+    with pytest.raises(ValueError, match=r"max_layer_sparsity 0\.5, expected spars"):
+        PruneConfig(sparsity=0.75, max_layer_sparsity=0.5)
+    with pytest.raises(ValueError, match=r"max_layer_sparsity 1\.5, expected"):
+        PruneConfig(max_layer_sparsity=1.5)
+
+
 def test_each_vector_keeps_as_many():
     (mask,) = make_masks(
         matrices((64, 8)), PruneConfig(pattern="vw", sparsity=0.75, vector=16)
@@ -162,7 +239,9 @@ def test_columns_go_first_and_the_worst_of_them():
 def test_no_layer_loses_all_its_columns():
     weights = matrices((64, 32), (64, 32))
     weak = dataclasses.replace(weights[1], scores=weights[1].scores * 1e-9)
-    config = PruneConfig(pattern="tw", sparsity=0.5, tile=16, equal_work=True)
+    config = PruneConfig(
+        pattern="tw", sparsity=0.5, max_layer_sparsity=1, tile=16, equal_work=True
+    )
     masks = make_masks([weights[0], weak], config)
     # Half of the weights: without its own tile the weak layer would lose all rows
     # to the strong one, and the strong one would stay whole.

@@ -122,7 +122,9 @@ def test_a_missing_client_is_named_with_its_extra(monkeypatch, capsys, tmp_path)
 @pytest.mark.slow
 def test_report_needs_no_network(finished):
     _, page = finished
-    assert "Plotly.newPlot" in page
+    assert "<svg" in page and "<script" not in page and len(page) < 1_500_000
+    assert page.index("class='headlines'") < page.index("<h2>")
+    assert page.count("<div><b>") == 3
     outside = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=[\"']http", page)
     assert outside == []
 

@@ -4,6 +4,7 @@
 """
 
 from jaxscale.checks import pip_install
+from jaxscale.public import listing
 
 
 try:
@@ -38,3 +39,5 @@ __all__ = [
     "create_app",
     "serve",
 ]
+
+__dir__ = listing(__all__)

@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 from flax import nnx
@@ -32,6 +32,23 @@ from jaxscale.models.quantization import quantize_read, quantize_rest
 from jaxscale.models.serving import serving_config, serving_mesh, serving_rules
 from jaxscale.nn.quantized_linear import Quantization
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+
+
+@overload
+def load(
+    path: str | Path, *, quantization: Quantization, **options: Any
+) -> Decoder: ...
+
+
+@overload
+def load(
+    path: str | Path, *, head: HeadConfig | None, **options: Any
+) -> EncoderModel: ...
+
+
+# Which of the two it is, config.json says: `Decoder.from_pretrained` knows it.
+@overload
+def load(path: str | Path, **options: Any) -> Any: ...
 
 
 def load(

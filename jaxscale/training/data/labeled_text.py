@@ -2,8 +2,9 @@
 
 import dataclasses
 import hashlib
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,10 @@ from jaxscale.training.data.packed import DataConfig, load_tokenizer
 from jaxscale.training.data.text_files import holds_records, read_records, text_of
 
 
+logger = logging.getLogger("jaxscale.training")
+
+type Records = Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]
+"""Records, or columns of them by their names."""
 type Label = str | int | float | list[Any]
 type Answer = int | tuple[int, ...] | tuple[float, ...]
 type Example = tuple[EncodedText, Answer]
@@ -70,16 +75,18 @@ class LabeledText:
         )
 
 
-def load_labeled(config: DataConfig) -> LabeledText:
-    """Read and tokenize the records of `config.paths`, and number their labels.
+def load_labeled(config: DataConfig, records: Records | None = None) -> LabeledText:
+    """Read and tokenize records with labels, and number these.
 
-    Records are held out by a hash of their file and line. Texts are truncated to
-    ``config.seq_len`` tokens. Labels are numbered in sorted order: names
-    alphabetically, integers by value. Lists are several labels of one text, and numbers
-    with a fraction, or lists of them, are regression targets (`DataConfig.problem`).
+    Records are held out by a hash of their file and line, or of their number. Texts
+    are truncated to ``config.seq_len`` tokens. Labels are numbered in their order: names by the
+    alphabet, integers by size. Lists of them are the labels of one text, and numbers
+    with a fraction, or lists of such, are to be predicted (`DataConfig.problem`).
 
     Args:
         config: Paths, the fields of text and label, and the tokenizer.
+        records: The records, instead of those of `config.paths`. Integers that a data
+            set of `datasets` has names for become these.
 
     Raises:
         ValueError: a file holds no records or is damaged, a record lacks a field, its
@@ -87,7 +94,7 @@ def load_labeled(config: DataConfig) -> LabeledText:
             the split would be empty.
         FileNotFoundError: there is no tokenizer where `config.tokenizer` says.
     """
-    if not config.paths:
+    if records is None and not config.paths:
         raise ValueError(
             "data.label_field is given without data.paths; name files of JSON lines or "
             "Parquet tables that hold texts and labels"
@@ -98,20 +105,17 @@ def load_labeled(config: DataConfig) -> LabeledText:
             "read as they are; leave them out"
         )
     tokenizer = load_tokenizer(config)
-    found: list[tuple[str, Any, Label]] = []
-    for file, name in sorted(find_files(config.paths, config.suffixes).items()):
-        if not holds_records(file):
-            raise ValueError(
-                f"paths: {file} holds no records with labels; give JSON lines (.jsonl) "
-                "or Parquet tables"
-            )
-        for place, record in read_records(file):
-            at = f"{name}{place.removeprefix(str(file))}"
-            found.append(
-                (at, _text(record, config, place), _label(record, config, place))
-            )
+    logger.info(
+        "reading texts with labels from %s", ", ".join(config.paths) or "memory"
+    )
+    read = _of_files(config) if records is None else _of_memory(records, config)
+    found: list[tuple[str, Any, Label]] = [
+        (at, _text(record, config, place), _label(record, config, place))
+        for at, place, record in read
+    ]
     if not found:
-        raise ValueError(f"paths {config.paths} hold no records")
+        where = "records" if records is not None else f"paths {config.paths}"
+        raise ValueError(f"{where} hold no records; give texts with labels")
     # Files of several paths may have one name; their records keep the order of files.
     found.sort(key=lambda example: example[0])
     labels = [label for _, _, label in found]
@@ -136,6 +140,36 @@ def load_labeled(config: DataConfig) -> LabeledText:
         train=[example for at, example in examples if at in to_train],
         held_out=[example for at, example in examples if at not in to_train],
     )
+
+
+def _of_files(config: DataConfig) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """The name of each record, its place for messages, and the record."""
+    for file, name in sorted(find_files(config.paths, config.suffixes).items()):
+        if not holds_records(file):
+            raise ValueError(
+                f"paths: {file} holds no records with labels; give JSON lines (.jsonl) "
+                "or Parquet tables"
+            )
+        for place, record in read_records(file):
+            yield f"{name}{place.removeprefix(str(file))}", place, record
+
+
+def _of_memory(
+    records: Records, config: DataConfig
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """The same of records in memory, or of columns."""
+    # Data sets of `datasets` say so what their integers mean.
+    feature = getattr(records, "features", {}).get(config.label_field)
+    names = getattr(feature, "names", None)
+    if isinstance(records, Mapping):
+        columns = list(records.values())
+        rows = zip(*columns, strict=True)
+        records = (dict(zip(records, row, strict=True)) for row in rows)
+    for number, record in enumerate(records):
+        if names is not None:
+            label = names[record[str(config.label_field)]]
+            record = {**record, str(config.label_field): label}
+        yield f"{number:012}", f"records[{number}]", record
 
 
 def _text(

@@ -16,6 +16,7 @@ row.
 
 import copy
 import dataclasses
+import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,6 +45,9 @@ from jaxscale.training.data.iterator import MAX_PREFETCH, BatchIterator
 from jaxscale.training.data.mixture import Mixture, check_weights
 from jaxscale.training.data.placement import RowPlacement
 from jaxscale.training.data.row_packing import MixedRows, PackedRows, spread
+
+
+logger = logging.getLogger("jaxscale.training")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,10 +173,19 @@ def load_text(config: DataConfig) -> TextData:
         FileNotFoundError: there is no tokenizer where `config.tokenizer` says.
     """
     tokenizer = load_tokenizer(config) if config.tokenizer is not None else None
+    where = ", ".join(config.paths) or "the documentation and library of this Python"
+    logger.info("reading %s", where)
     sources, held_out = _documents(config)
+    count = sum(map(len, sources)) + len(held_out)
     if tokenizer is None:
+        logger.info(
+            "training a tokenizer of %s tokens on %s documents",
+            f"{config.vocab_size:,}",
+            f"{count - len(held_out):,}",
+        )
         texts = (document.text for source in sources for document in source)
         tokenizer = Tokenizer.train(texts, config.vocab_size, config.control_tokens)
+    logger.info("tokenizing %s documents", f"{count:,}")
     corpora = [tokenize(source, tokenizer, config.cache_dir) for source in sources]
     train: TokenCorpus | Mixture = corpora[0]
     if config.weights:

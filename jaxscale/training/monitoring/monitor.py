@@ -154,11 +154,18 @@ class ProgressBar(Writer):
             ) from error
         self._description = description
         self._bar: Bar | None = None
+        self._first = 0
         self._shown: dict[str, str] = {}
 
     def start(self, first_step: int, total_steps: int) -> None:
         """Show the bar."""
+        self._first = first_step
         self._bar = Bar(self._description, total_steps, done=first_step)
+
+    def note(self, text: str) -> None:
+        """Show what goes on behind the bar, until the first numbers take its place."""
+        if self._bar is not None and not self._shown:
+            self._bar.update(self._first, text)
 
     def write(self, record: Record) -> None:
         """Advance to the step and show its main numbers."""

@@ -1,0 +1,92 @@
+"""What commands say while they work: at once, on standard error, and of idle GPUs."""
+
+import logging
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxscale import cli
+from jaxscale.cli import devices
+from jaxscale.cli.notices import library_notices
+
+
+# Ends the process at the first import of what takes long to load.
+STUB = """
+import os, sys
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("jax", "numpy", "rich", "tyro", "flax"):
+            os.write(2, b"IMPORT\\n")
+            os._exit(7)
+
+sys.meta_path.insert(0, Stop())
+"""
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_line_is_said_before_anything_large_is_imported(command, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(STUB)
+    paths = os.pathsep.join([str(tmp_path), os.getcwd()])
+    found = subprocess.run(
+        [sys.executable, "-m", "jaxscale", command, "runs/tiny"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert found.returncode == 7 and found.stdout == ""
+    said, imported = found.stderr.splitlines()
+    assert said.startswith(f"jaxscale: {command}, by jaxscale ")
+    assert imported == "IMPORT"
+
+
+def test_what_the_library_logs_is_said_once(capsys, caplog):
+    logger = logging.getLogger("jaxscale.training")
+    before = logging.getLogger("jaxscale")
+    state = before.level, before.propagate, list(before.handlers)
+    with library_notices():
+        logger.info("tokenizing %d documents", 3)
+        logger.debug("not this")
+    assert capsys.readouterr().err == "jaxscale: tokenizing 3 documents\n"
+    assert caplog.records == []
+    assert (before.level, before.propagate, before.handlers) == state
+
+
+@pytest.mark.parametrize(
+    ("platform", "asked", "gpu", "told"),
+    [
+        ("cpu", None, True, True),
+        ("cpu", "cpu", True, False),
+        ("cpu", None, False, False),
+        ("gpu", None, True, False),
+    ],
+)
+def test_a_gpu_that_jax_cannot_use_is_said(
+    monkeypatch, capsys, platform, asked, gpu, told
+):
+    kind = SimpleNamespace(platform=platform, device_kind="a kind")
+    monkeypatch.setattr(jax, "devices", lambda: [kind, kind])
+    monkeypatch.setattr(devices, "_asked_for_cpu", lambda: asked == "cpu")
+    monkeypatch.setattr(devices, "_has_gpu", lambda: gpu)
+    devices.announce_devices()
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "jaxscale: devices: 2 x a kind"
+    assert bool(rest) == told
+    if told:
+        assert "has an NVIDIA GPU, and this JAX is built for CPUs" in rest[0]
+        assert "[cuda13]" in rest[0]
+
+
+def test_a_gpu_is_known_by_its_driver_or_its_tool(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(devices, "_DRIVER", str(tmp_path / "nvidia"))
+    assert not devices._has_gpu()
+    (tmp_path / "nvidia").mkdir()
+    assert devices._has_gpu()
+    (tmp_path / "nvidia").rmdir()
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    assert devices._has_gpu()
