@@ -20,6 +20,7 @@ from jaxscale.cli.devices import simulate_devices
 from jaxscale.cli.errors import UsageError, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.inference import EngineConfig, HostLost, follow
+from jaxscale.inference.lora_modules import parse_lora_modules
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.sharding import AxisRules, MeshConfig
 
@@ -43,6 +44,9 @@ class ServeConfig:
     """Name of the model in calls; by default that of the directory."""
     aliases: tuple[str, ...] = ()
     """Other names that calls may give it."""
+    lora_modules: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=DIR ...")] = ()
+    """Adapters (LoRA) of a decoder, which calls choose as their model by NAME, each a
+    directory that peft has written, or that of a run which has trained one."""
     api_keys_file: str | None = None
     """A file with a key in each line, of which a call must show one; lines that begin
     with # are comments."""
@@ -206,6 +210,7 @@ def _follow(config: ServeConfig) -> None:
         rules=rules,
         dtype=dtype,
         quantization=config.quantization,
+        lora_modules=parse_lora_modules(config.lora_modules),
     )
     try:
         follow(model, config=config.engine)
@@ -226,6 +231,7 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
         reasoning_format=config.reasoning_format,
     )
     source, mesh, rules, dtype = _model(config)
+    lora_modules = parse_lora_modules(config.lora_modules)
     return lambda: served(
         source,
         name=config.name,
@@ -237,6 +243,7 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
         rules=rules,
         dtype=dtype,
         quantization=config.quantization,
+        lora_modules=lora_modules,
     )
 
 

@@ -25,6 +25,7 @@ from jaxscale.inference.engine.program_cache import ProgramCache
 from jaxscale.inference.engine.runner import Runner
 from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
+from jaxscale.inference.lora_modules import LoraModules, read_adapters
 from jaxscale.inference.request import (
     EngineDead,
     Output,
@@ -34,6 +35,11 @@ from jaxscale.inference.request import (
     joined,
 )
 from jaxscale.inference.run_directory import is_run, load_run
+from jaxscale.models.adapters import (
+    adapter_names,
+    checkpoint_config,
+    with_adapters,
+)
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.hub import local_directory
@@ -145,6 +151,7 @@ def _make_runner(
     device = min(jax.tree.leaves(model)[0].sharding.device_set, key=lambda d: d.id)
     on_cpu = device.platform == "cpu"
     sizes = config.scheduler(model.config, eos_ids, on_cpu=on_cpu)
+    sizes = dataclasses.replace(sizes, adapters=adapter_names(model))
     sizes, memory = fit(model, sizes, config)
     if not quiet:
         print(memory, file=sys.stderr)
@@ -191,16 +198,26 @@ class LLM:
     """
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer | None = None, **options: Any
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None = None,
+        *,
+        lora_modules: LoraModules | None = None,
+        **options: Any,
     ) -> None:
         """Compile the model's programs and start the engine.
 
         Args:
             model: A decoder, on one device or split over the mesh axis `tensor`.
             tokenizer: For prompts and results as text.
+            lora_modules: Directories of adapters that peft has written, by the name
+                that `generate` gives.
             **options: The other arguments of `make_engine`.
         """
         self.tokenizer = tokenizer
+        if lora_modules:
+            adapters = read_adapters(lora_modules, checkpoint_config(model))
+            model = with_adapters(model, adapters)
         self.engine = make_engine(model, tokenizer, **options).start()
 
     @classmethod
@@ -212,6 +229,7 @@ class LLM:
         rules: AxisRules | None = None,
         dtype: DTypeLike | None = None,
         quantization: Quantization | None = None,
+        lora_modules: LoraModules | None = None,
         **options: Any,
     ) -> "LLM":
         """The model, tokenizer and end-of-text tokens of a directory.
@@ -224,12 +242,15 @@ class LLM:
             dtype: Type of the computation; by default that of the file.
             quantization: Weights of 8 bits, ``"int8"`` or ``"fp8"``, as
                 `jaxscale.models.quantize` makes them; None keeps those of the file.
+            lora_modules: Directories of adapters by the name that `generate` gives:
+                those of peft, or output directories of runs that trained one.
             **options: The other arguments of `make_engine`.
         """
         if rules is None:
             rules = REPLICATED if mesh is None else fsdp_tp()
         path = local_directory(path)
         run = is_run(path)
+        adapters = read_adapters(lora_modules, path, mesh=mesh, rules=rules)
         ends = () if run else GenerationConfig.from_file(path).eos_ids
         model: Any = (load_run if run else load)(
             path, mesh=mesh, rules=rules, dtype=dtype, quantization=quantization
@@ -240,6 +261,8 @@ class LLM:
                 "Encoder.from_pretrained"
             )
         model = model.for_inference()  # and what was loaded is gone
+        if adapters:
+            model = with_adapters(model, adapters)
         return cls(model, Tokenizer.from_file(path), eos_ids=ends, **options)
 
     def generate(
@@ -247,6 +270,7 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora: str | Sequence[str | None] | None = None,
         progress: bool | None = None,
     ) -> list["Generation"]:
         """Continuations of `prompts`, in their order.
@@ -255,22 +279,27 @@ class LLM:
             prompts: Texts, before which comes the token that begins texts, if the
                 model's files say so; or token ids, at least one each.
             params: How to continue all, or one for each.
+            lora: Name of the adapter that continues all, or one for each; None is the
+                model itself.
             progress: Show a progress bar; None shows one in a terminal or notebook.
 
         Raises:
             InvalidRequest: a prompt cannot be served; nothing is generated then.
             TypeError: a prompt is a single number.
-            ValueError: texts were given and there is no tokenizer, or `params` are not
-                as many as prompts.
+            ValueError: texts were given and there is no tokenizer, or `params` or
+                `lora` are not as many as prompts.
         """
         ids = self._ids(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(ids)
-        if len(params) != len(ids):
-            raise ValueError(f"{len(params)} params for {len(ids)} prompts")
+        if lora is None or isinstance(lora, str):
+            lora = [lora] * len(ids)
+        for name, values in (("params", params), ("lora", lora)):
+            if len(values) != len(ids):
+                raise ValueError(f"{len(values)} {name} for {len(ids)} prompts")
         requests = [
-            Request(prompt=prompt, params=each)
-            for prompt, each in zip(ids, params, strict=True)
+            Request(prompt=prompt, params=each, lora=adapter)
+            for prompt, each, adapter in zip(ids, params, lora, strict=True)
         ]
         config = self.engine.scheduler.config
         for request in requests:
@@ -285,6 +314,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat_template: str | None = None,
+        lora: str | Sequence[str | None] | None = None,
         progress: bool | None = None,
         **options: Any,
     ) -> list["Generation"]:
@@ -294,6 +324,7 @@ class LLM:
             conversations: One, a list of messages in OpenAI's form; or a list of them.
             params: As for `generate`.
             chat_template: Jinja template to use instead of the model's.
+            lora: As for `generate`.
             progress: As for `generate`.
             **options: ``tools``, ``continue_final_message``, and ``variables`` of the
                 template, such as ``{"enable_thinking": False}``.
@@ -307,7 +338,7 @@ class LLM:
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         listed: Any = [conversations] if single else conversations
         prompts = [lay.encode(each, **options) for each in listed]
-        return self.generate(prompts, params, progress=progress)
+        return self.generate(prompts, params, lora=lora, progress=progress)
 
     def close(self) -> None:
         """Stop the engine."""

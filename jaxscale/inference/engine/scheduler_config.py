@@ -56,6 +56,8 @@ class SchedulerConfig(SchedulerSettings):
     """Most tokens of prompt and completion together."""
     num_slots: int = 128
     """S, most requests that are decoded together: a power of two, at least 2."""
+    adapters: Sequence[str] = ()
+    """Names of the adapters that requests may choose."""
     eos_ids: Sequence[int] = ()
     """Tokens that end a sequence, unless its request ignores them."""
     prefill_tokens: int = 2048
