@@ -23,6 +23,7 @@ from jaxscale.cli.notices import notice
 from jaxscale.cli.options import parse
 from jaxscale.cli.sources import source_first
 from jaxscale.inference import EngineConfig, HostLost, follow
+from jaxscale.inference.lora_modules import parse_lora_modules
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.sharding import AxisRules, MeshConfig
 
@@ -46,6 +47,9 @@ class ServeConfig:
     """Model name in requests; by default the name of the directory."""
     aliases: tuple[str, ...] = ()
     """Other model names that requests may use."""
+    lora_modules: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=DIR ...")] = ()
+    """LoRA adapters of a decoder; a request chooses one by NAME as its model. DIR is a
+    peft adapter, or the output directory of a run that has trained one."""
     api_keys_file: str | None = None
     """File with one API key per line; requests must send one of them. Lines that begin
     with # are comments."""
@@ -215,6 +219,7 @@ def _follow(config: ServeConfig) -> None:
         rules=rules,
         dtype=dtype,
         quantization=config.quantization,
+        lora_modules=parse_lora_modules(config.lora_modules),
     )
     try:
         follow(model, config=config.engine)
@@ -235,6 +240,7 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
         reasoning_format=config.reasoning_format,
     )
     source, mesh, rules, dtype = _model(config)
+    lora_modules = parse_lora_modules(config.lora_modules)
     return lambda: served(
         source,
         name=config.name,
@@ -246,6 +252,7 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
         rules=rules,
         dtype=dtype,
         quantization=config.quantization,
+        lora_modules=lora_modules,
     )
 
 

@@ -25,6 +25,7 @@ from jaxscale.inference.engine.program_cache import ProgramCache
 from jaxscale.inference.engine.runner import Runner
 from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
+from jaxscale.inference.lora_modules import LoraModules, read_adapters
 from jaxscale.inference.request import (
     EngineDead,
     Output,
@@ -34,6 +35,11 @@ from jaxscale.inference.request import (
     joined,
 )
 from jaxscale.inference.run_directory import is_run, load_run
+from jaxscale.models.adapters import (
+    adapter_names,
+    checkpoint_config,
+    with_adapters,
+)
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.hub import local_directory
@@ -146,6 +152,7 @@ def _make_runner(
     device = min(jax.tree.leaves(model)[0].sharding.device_set, key=lambda d: d.id)
     on_cpu = device.platform == "cpu"
     sizes = config.scheduler(model.config, eos_ids, on_cpu=on_cpu)
+    sizes = dataclasses.replace(sizes, adapters=adapter_names(model))
     sizes, memory = fit(model, sizes, config)
     if not quiet:
         print(memory, file=sys.stderr)
@@ -197,6 +204,7 @@ class LLM:
         model: Decoder,
         tokenizer: Tokenizer | None = None,
         *,
+        lora_modules: LoraModules | None = None,
         config: EngineConfig | None = None,
         eos_ids: Sequence[int] = (),
         compiler: GrammarCompiler | None = None,
@@ -208,6 +216,8 @@ class LLM:
         Args:
             model: A decoder, on one device or split over the mesh axis `tensor`.
             tokenizer: For prompts and results as text.
+            lora_modules: Directories of peft adapters, by the name that `generate`
+                takes.
             config: Sizes.
             eos_ids: Tokens that end a continuation, besides the tokenizer's.
             compiler: For guided requests.
@@ -215,6 +225,9 @@ class LLM:
             quiet: Say nothing of memory and compilation.
         """
         self.tokenizer = tokenizer
+        if lora_modules:
+            adapters = read_adapters(lora_modules, checkpoint_config(model))
+            model = with_adapters(model, adapters)
         self.engine = make_engine(
             model,
             tokenizer,
@@ -235,6 +248,7 @@ class LLM:
         rules: AxisRules | None = None,
         dtype: DTypeLike | None = None,
         quantization: Quantization | None = None,
+        lora_modules: LoraModules | None = None,
         config: EngineConfig | None = None,
         compiler: GrammarCompiler | None = None,
         kv_scales: np.ndarray | None = None,
@@ -250,6 +264,8 @@ class LLM:
             dtype: Type of the computation; by default that of the file.
             quantization: Weights of 8 bits, ``"int8"`` or ``"fp8"``, as
                 `jaxscale.models.quantize` makes them; None keeps those of the file.
+            lora_modules: Directories of adapters, by the name that `generate` takes:
+                those of peft, or output directories of runs that trained one.
             config: Sizes of the engine.
             compiler: For guided requests.
             kv_scales: As for `make_engine`.
@@ -259,6 +275,7 @@ class LLM:
             rules = REPLICATED if mesh is None else fsdp_tp()
         path = local_directory(path)
         run = is_run(path)
+        adapters = read_adapters(lora_modules, path, mesh=mesh, rules=rules)
         ends = () if run else GenerationConfig.from_file(path).eos_ids
         model: Any = (load_run if run else load)(
             path, mesh=mesh, rules=rules, dtype=dtype, quantization=quantization
@@ -269,6 +286,8 @@ class LLM:
                 "Encoder.from_pretrained"
             )
         model = model.for_inference()  # and what was loaded is gone
+        if adapters:
+            model = with_adapters(model, adapters)
         return cls(
             model,
             Tokenizer.from_file(path),
@@ -284,6 +303,7 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora: str | Sequence[str | None] | None = None,
         progress: bool | None = None,
     ) -> list["Generation"]:
         """Continuations of `prompts`, in their order.
@@ -292,22 +312,27 @@ class LLM:
             prompts: Texts, before which comes the token that begins texts, if the
                 model's files say so; or token ids, at least one each.
             params: How to continue all, or one for each.
+            lora: Name of the adapter that continues all, or one for each; None is the
+                model itself.
             progress: Show a progress bar; None shows one in a terminal or notebook.
 
         Raises:
             InvalidRequest: a prompt cannot be served; nothing is generated then.
             TypeError: a prompt is a single number.
-            ValueError: texts were given and there is no tokenizer, or `params` are not
-                as many as prompts.
+            ValueError: texts were given and there is no tokenizer, or `params` or
+                `lora` are not as many as prompts.
         """
         ids = self._ids(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(ids)
-        if len(params) != len(ids):
-            raise ValueError(f"{len(params)} params for {len(ids)} prompts")
+        if lora is None or isinstance(lora, str):
+            lora = [lora] * len(ids)
+        for name, values in (("params", params), ("lora", lora)):
+            if len(values) != len(ids):
+                raise ValueError(f"{len(values)} {name} for {len(ids)} prompts")
         requests = [
-            Request(prompt=prompt, params=each)
-            for prompt, each in zip(ids, params, strict=True)
+            Request(prompt=prompt, params=each, lora=adapter)
+            for prompt, each, adapter in zip(ids, params, lora, strict=True)
         ]
         config = self.engine.scheduler.config
         for request in requests:
@@ -322,6 +347,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat_template: str | None = None,
+        lora: str | Sequence[str | None] | None = None,
         progress: bool | None = None,
         **options: Any,
     ) -> list["Generation"]:
@@ -331,6 +357,7 @@ class LLM:
             conversations: One, a list of messages in OpenAI's form; or a list of them.
             params: As for `generate`.
             chat_template: Jinja template to use instead of the model's.
+            lora: As for `generate`.
             progress: As for `generate`.
             **options: ``tools``, ``continue_final_message``, and ``variables`` of the
                 template, such as ``{"enable_thinking": False}``.
@@ -344,7 +371,7 @@ class LLM:
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         listed: Any = [conversations] if single else conversations
         prompts = [lay.encode(each, **options) for each in listed]
-        return self.generate(prompts, params, progress=progress)
+        return self.generate(prompts, params, lora=lora, progress=progress)
 
     def close(self) -> None:
         """Stop the engine."""

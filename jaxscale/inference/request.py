@@ -347,6 +347,8 @@ class Request:
     """Requests of a higher priority run first and are preempted last."""
     client: str = ""
     """Name of the client: clients of one priority get equal shares of tokens."""
+    lora: str | None = None
+    """Name of the adapter that continues the prompt; None is the model itself."""
     salt: str = ""
     """Requests share cached prompts with those of the same salt only, and cannot learn
     from the clock what others have asked."""
@@ -370,6 +372,8 @@ class Request:
             value = getattr(self, name)
             if not isinstance(value, str) or len(value) > 1024:
                 raise ValueError(f"{name} must be a string of at most 1024 characters")
+        if not isinstance(self.lora, str | None):
+            raise ValueError(f"lora {self.lora!r} must be the name of an adapter")
         if not isinstance(self.params, SamplingParams):
             raise ValueError(f"params {self.params!r} must be SamplingParams")
         if not isinstance(self.echo, bool):

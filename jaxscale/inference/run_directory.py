@@ -5,17 +5,23 @@ imports training and pruning, and it does so when a run is read: what serves oth
 models never loads them.
 """
 
+import dataclasses
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxscale.models.adapters import Adapter
+from jaxscale.models.config import DecoderConfig
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.quantization import quantize
+from jaxscale.nn.lora import LowRank
 from jaxscale.nn.quantized_linear import Quantization
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.parameters import place
@@ -34,9 +40,18 @@ def is_encoder_run(directory: str | Path) -> bool:
     Raises:
         ValueError: ``run.json`` is damaged.
     """
+    return isinstance(read_run_model(directory), EncoderConfig)
+
+
+def read_run_model(directory: str | Path) -> DecoderConfig | EncoderConfig:
+    """The shape of the model of a run.
+
+    Raises:
+        ValueError: ``run.json`` is damaged.
+    """
     from jaxscale.training.run import read_config
 
-    return isinstance(read_config(Path(directory)).model, EncoderConfig)
+    return read_config(Path(directory)).model
 
 
 def load_run(
@@ -94,3 +109,55 @@ def load_run(
         if masks.config.pattern in TILE_WISE:
             model = place(sparsify(model, masks, separate=True), mesh, rules)
     return model if quantization is None else quantize(model, quantization)
+
+
+def load_adapter(
+    directory: str | Path,
+    base: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    rules: AxisRules = REPLICATED,
+) -> Adapter:
+    """The adapter that a run has trained, checked to belong to a model.
+
+    Args:
+        directory: Output directory of the run; its newest checkpoint is taken.
+        base: Directory of the model that is served. It is read, since checkpoints tell
+            by its digests whether it is what the adapter was trained on.
+        mesh: The devices; None is the first one alone.
+        rules: Mesh axes that split the model while it is compared.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: the run has trained no adapter of a decoder, or `base` has other
+            weights or another shape than the adapter was trained on.
+    """
+    from jaxscale.training.pretrained import check_source, load_adapted
+    from jaxscale.training.run import read_config
+
+    directory = Path(directory)
+    config = dataclasses.replace(
+        read_config(directory),
+        source=str(base),
+        tensor_parallel=None,
+        quantization=None,
+        remat="none",
+    )
+    if config.lora.rank == 0:
+        raise ValueError(
+            f"{directory} is of a run without adapters; serve it as a model of its own"
+        )
+    check_source(config)
+    mesh = mesh or make_mesh({"fsdp": 1}, jax.devices()[:1])
+    model = load_adapted(directory, config, mesh, rules)
+    layers = (
+        (".".join(map(str, path[1:-1])), node)
+        for path, node in nnx.iter_modules(model)
+        if isinstance(node, LowRank)
+    )
+    return Adapter(
+        factors={
+            name: (np.asarray(node.a[...]), np.asarray(node.scale * node.b[...]))
+            for name, node in layers
+        }
+    )

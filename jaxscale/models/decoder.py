@@ -65,6 +65,9 @@ class Decoder(nnx.Module):
         (1, 5, 256)
     """
 
+    adapters: Any = None
+    """A `jaxscale.models.adapters.AdapterStack`, for inference."""
+
     def __init__(
         self,
         config: DecoderConfig,

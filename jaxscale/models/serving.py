@@ -169,6 +169,7 @@ def _repeat_heads(attention: Attention, ways: int) -> None:
         return  # as it is, or as cannot be
     heads = attention.config.num_kv_heads
     attention.config = dataclasses.replace(attention.config, num_kv_heads=ways)
+    attention.repeats = ways // heads
     for layer in (attention.key, attention.value):
         if not isinstance(layer, Linear):
             raise ValueError(

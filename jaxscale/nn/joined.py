@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from jaxscale.nn.linear import ColumnParallelLinear
 from jaxscale.sharding.operations import reshape
@@ -72,14 +72,26 @@ class JoinedLinear(Parts, ColumnParallelLinear):
         self.parts = tuple((la.kernel.shape[1], la.out_axes) for la in layers)
 
         def joined(arrays: Sequence[Array], axes: tuple[str | None, ...]) -> nnx.Param:
-            rows = arrays[0].shape[:-1]
-            apart = [a.reshape(*rows, shards, -1) for a in arrays]  # [.., S, part]
-            together = jnp.concatenate(apart, axis=-1).reshape(*rows, -1)
+            together = side_by_side(arrays, shards)
             return nnx.Param(together, out_sharding=axes, eager_sharding=False)
 
         self.kernel = joined([la.kernel[...] for la in layers], self.kernel_axes)
         biases = [la.bias[...] for la in layers if la.bias is not None]
         self.bias = joined(biases, self.kernel_axes[1:]) if biases else None
+
+
+def side_by_side(
+    arrays: Sequence[Shaped[Array, "*rows _part"]], shards: int
+) -> Shaped[Array, "*rows _all"]:
+    """Columns of several layers, of which each of `shards` parts has its share of all.
+
+    Example:
+        >>> print(side_by_side([jnp.array([1, 2, 3, 4]), jnp.array([5, 6])], 2))
+        [1 2 5 3 4 6]
+    """
+    rows = arrays[0].shape[:-1]
+    apart = [a.reshape(*rows, shards, -1) for a in arrays]  # [.., S, part]
+    return jnp.concatenate(apart, axis=-1).reshape(*rows, -1)
 
 
 def can_join(layers: Sequence[Any], shards: int) -> bool:

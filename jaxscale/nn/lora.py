@@ -4,7 +4,7 @@ A layer with a kernel :math:`W` computes :math:`x W + \frac{\alpha}{r} (x A) B`.
 `B` are trained; all other parameters become `Frozen`, which gradients, optimizers and
 checkpoints leave out, since these take `nnx.Param` alone.
 
-Legend: D input features, F output features, r rank.
+Legend: D input features, F output features, r or R rank, N adapters.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxscale.nn.linear import Linear
 from jaxscale.sharding.operations import contract
@@ -96,24 +96,8 @@ class LowRank(nnx.Module):
         out_axes: tuple[str | None, ...],
     ) -> Float[Array, "B *T F"]:
         """What the adapter adds to the projection of `x` by `layer`."""
-        rows = "abcdefgh"[: x.ndim - 1]
-        in_axis, out_axis = layer.kernel_axes
-        low = contract(
-            f"{rows}i,ir->{rows}r",
-            x.astype(layer.dtype),
-            self.a[...].astype(layer.dtype),
-            (in_axis, None),
-            ("batch", *[None] * (x.ndim - 1)),
-            layer.rules,
-        )
-        return contract(
-            f"{rows}r,ro->{rows}o",
-            low,
-            (self.scale * self.b[...]).astype(layer.dtype),
-            (None, out_axis),
-            out_axes,
-            layer.rules,
-        )
+        b = self.scale * self.b[...]
+        return _through(x, self.a[...], b, layer, out_axes)
 
     def delta(self) -> Float[Array, "*L D F"]:
         """What the adapter adds to the kernel, in fp32."""
@@ -121,6 +105,105 @@ class LowRank(nnx.Module):
             self.a[...], self.b[...], precision=jax.lax.Precision.HIGHEST
         )
         return self.scale * product
+
+
+class LowRankStack(nnx.Module):
+    r"""The adapters of a layer, of which each token uses one or none, for inference.
+
+    The factors of N adapters lie side by side, each padded with zeros to the rank R of
+    the largest, :math:`A` [D, N R] and :math:`B` [N R, F], in which the scale is. Of
+    :math:`x A` a token keeps the R numbers of its own adapter:
+
+    .. math:: y = (x A \odot m) B, \quad m_j = [\lfloor j / R \rfloor + 1 = i]
+
+    for the index :math:`i` of the token, from 1 on; 0 keeps none. So tokens of all
+    adapters and of the model itself share two dense products, without a gather or a
+    sort. A call reads every factor once, N R (D + F) numbers, and computes 2 T N R
+    (D + F) operations for T tokens. To gather factors would read R (D + F) numbers for
+    each token, which is less only where fewer than N tokens are computed. With N = 8
+    and R = 16, the factors of a layer of 4,096 features have 6% of the bytes of its
+    kernel.
+
+    Example:
+        >>> layer = Linear(4, 8, rngs=nnx.Rngs(0))
+        >>> stack = LowRankStack(jnp.ones((4, 2)), jnp.ones((2, 8)), 1, layer)
+        >>> stack.index = nnx.data(jnp.array([[0, 2]]))
+        >>> print(stack(jnp.ones((1, 2, 4)), layer, layer.out_axes)[0, :, 0])
+        [0. 4.]
+
+    References:
+        S-LoRA, arXiv 2311.03285, and Punica, arXiv 2310.18547, gather the factors of
+        each token in kernels of their own, for thousands of adapters.
+    """
+
+    index: Any = None
+    """[B, T], the adapter of each token; 0 is none."""
+
+    def __init__(
+        self,
+        a: Float[Array, "D NR"],
+        b: Float[Array, "NR F"],
+        rank: int,
+        layer: Any,
+    ) -> None:
+        """Take over the factors, split as the kernel of `layer` is.
+
+        Args:
+            a: The first factors, side by side.
+            b: The second ones, below each other, times the scale of their adapter.
+            rank: R.
+            layer: The layer; they are stored in the type of its computation.
+        """
+        in_axis, out_axis = layer.kernel_axes
+
+        def kept(array: Array, *axes: str | None) -> Frozen:
+            array = jnp.asarray(array, layer.dtype)
+            return Frozen(array, out_sharding=axes, eager_sharding=False)
+
+        self.a, self.b = kept(a, in_axis, None), kept(b, None, out_axis)
+        self.rank = rank
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        layer: Any,
+        out_axes: tuple[str | None, ...],
+    ) -> Float[Array, "B T F"]:
+        """What the adapter of each token adds to its projection by `layer`."""
+        a, b = self.a[...], self.b[...]
+        owner = jnp.arange(a.shape[1]) // self.rank + 1
+        return _through(x, a, b, layer, out_axes, self.index[..., None] == owner)
+
+
+def _through(
+    x: Float[Array, "B *T D"],
+    a: Float[Array, "D R"],
+    b: Float[Array, "R F"],
+    layer: Any,
+    out_axes: tuple[str | None, ...],
+    keep: Bool[Array, "B *T R"] | None = None,
+) -> Float[Array, "B *T F"]:
+    """``(x @ a) @ b``, of which `keep` says what counts in between."""
+    rows = "abcdefgh"[: x.ndim - 1]
+    in_axis, out_axis = layer.kernel_axes
+    low = contract(
+        f"{rows}i,ir->{rows}r",
+        x.astype(layer.dtype),
+        a.astype(layer.dtype),
+        (in_axis, None),
+        ("batch", *[None] * (x.ndim - 1)),
+        layer.rules,
+    )
+    if keep is not None:
+        low = jnp.where(keep, low, 0)
+    return contract(
+        f"{rows}r,ro->{rows}o",
+        low,
+        b.astype(layer.dtype),
+        (None, out_axis),
+        out_axes,
+        layer.rules,
+    )
 
 
 def add_adapters[M](model: M, config: LoraConfig, *, seed: int = 0) -> M:

@@ -3,7 +3,7 @@
 Axis letters: B batch, T tokens.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -94,6 +94,9 @@ class QuantizedLinear(Parts, nnx.Module):
         >>> print(layer(jnp.ones((1, 1, 2))).round(2))
         [[[3.01 3.  ]]]
     """
+
+    low_rank: Any = None
+    """As that of `Linear`."""
 
     def __init__(
         self,
@@ -187,6 +190,8 @@ class QuantizedLinear(Parts, nnx.Module):
         if out.shape[-1] != self.features:
             out = out[..., : self.features]
         out = constrain(out, self.out_axes, self.rules)
+        if self.low_rank is not None:
+            out = out + self.low_rank(x, self, self.out_axes).astype(self.out_dtype)
         if self.bias is not None:
             bias = self.bias[...].astype(self.out_dtype)
             out = out + constrain(bias, self.out_axes[-1:], self.rules)

@@ -306,6 +306,10 @@ class Attention(nnx.Module):
         (1, 5, 32)
     """
 
+    repeats: int = 1
+    """How many key/value heads side by side are one of the checkpoint, for as many
+    devices: see `jaxscale.models.serving.prepare`."""
+
     def __init__(
         self,
         d_model: int,

@@ -116,7 +116,8 @@ def load_model(
         return make_model(run, rules=rules, tensor_parallel=tensor_parallel)
 
     if run.lora.rank:
-        return _load_adapted(directory, run, mesh, rules, step, tensor_parallel)
+        run = dataclasses.replace(run, tensor_parallel=tensor_parallel)
+        return merge_adapters(load_adapted(directory, run, mesh, rules, step=step))
     with jax.set_mesh(mesh):
         abstract = jax.eval_shape(init)
     target = jax.tree.map(
@@ -138,15 +139,15 @@ def _open_checkpoints(directory: Path, config: TrainConfig) -> Checkpointer:
     )
 
 
-def _load_adapted(
+def load_adapted(
     directory: Path,
     config: TrainConfig,
     mesh: Mesh,
     rules: AxisRules,
-    step: int | None,
-    tensor_parallel: TensorParallel,
+    *,
+    step: int | None = None,
 ) -> Decoder | EncoderModel:
-    """The model of a run with adapters, which are merged into its weights.
+    """The model of a run with adapters, beside the weights that they are trained on.
 
     Args:
         directory: Directory of the run, with the adapters.
@@ -154,7 +155,6 @@ def _load_adapted(
         mesh: The devices.
         rules: Mesh axes of each logical axis.
         step: Step of the checkpoint; None is the newest.
-        tensor_parallel: Communication of the model.
 
     Raises:
         FileNotFoundError: there is no such checkpoint, or the source is gone.
@@ -166,7 +166,6 @@ def _load_adapted(
             f"{directory} holds adapters of a model that was given to fit; load that "
             "model, and restore the adapters into it with Checkpointer.restore_model"
         )
-    config = dataclasses.replace(config, tensor_parallel=tensor_parallel)
     model = place(pretrained(config, mesh, rules), mesh, rules)
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
@@ -174,7 +173,7 @@ def _load_adapted(
     )
     with _open_checkpoints(directory, config) as checkpoints:
         trained = checkpoints.restore_model(target, step, base=frozen_part(model))
-    return merge_adapters(with_frozen(trained, model))
+    return with_frozen(trained, model)
 
 
 def check_source(config: TrainConfig) -> None:

@@ -50,6 +50,9 @@ class Column(enum.IntEnum):
     FREQUENCY = 12
     MIN_LENGTH = 13
     """Tokens of prompt and completion before which no stop token may be drawn."""
+    ADAPTER = 14
+    """An integer, the place of the adapter among those of the model from 1 on; 0 for
+    none."""
     STOPS = 16
     """`NUM_STOPS` columns; -1 where there are fewer."""
     TABLE = 32
@@ -120,6 +123,7 @@ def whole_row(c: Sequence) -> list[Change]:
         Column.PRESENCE: float_bits(params.presence_penalty),
         Column.FREQUENCY: float_bits(params.frequency_penalty),
         Column.MIN_LENGTH: len(c.request.prompt) + params.min_tokens,
+        Column.ADAPTER: c.adapter,
     }
     low_high = struct.unpack("<2i", struct.pack("<Q", c.seed))
     ends = ([*sorted(c.stops), *[-1] * NUM_STOPS])[:NUM_STOPS]

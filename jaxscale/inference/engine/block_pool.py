@@ -18,6 +18,21 @@ ROOT = b""
 """The parent of the first page of a sequence."""
 
 
+def root_of(adapter: str | None) -> bytes:
+    """The parent of the first page of a sequence that an adapter computes.
+
+    So pages of different adapters, or of one and of the model itself, have different
+    names, whatever their tokens and salts.
+
+    Example:
+        >>> root_of(None) == ROOT, len(root_of("sql"))
+        (True, 32)
+    """
+    if adapter is None:
+        return ROOT
+    return hashlib.blake2b(adapter.encode(), digest_size=32, person=b"adapter").digest()
+
+
 def page_hash(
     parent: bytes, tokens: Sequence[int], salt: str, *, decoded: int | None = None
 ) -> bytes:
@@ -27,7 +42,7 @@ def page_hash(
     same way, and one salt.
 
     Args:
-        parent: The name of the page before it, or `ROOT`.
+        parent: The name of the page before it, or `root_of` the adapter.
         tokens: The tokens of the page.
         salt: Whoever does not know it cannot find the page.
         decoded: The position from which on decoding has computed the sequence, if it

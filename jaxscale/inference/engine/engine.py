@@ -21,7 +21,8 @@ import numpy as np
 
 from jaxscale.inference.engine.batch_rows import NUM_STOPS
 from jaxscale.inference.engine.output_processor import OutputProcessor, Sink
-from jaxscale.inference.engine.runner import Runner, SampleInputs
+from jaxscale.inference.engine.runner import Runner
+from jaxscale.inference.engine.sample_inputs import SampleInputs
 from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.engine.scheduler_output import (
     Drawn,
@@ -342,7 +343,9 @@ class Engine:
         if plan.prefill:
             prefill, scores = runner.prefill(plan.prefill, self._targets(plan))
         if plan.decode is not None and plan.decode.full:
-            logits = runner.forward(bucket=plan.decode.bucket)
+            logits = runner.forward(
+                bucket=plan.decode.bucket, adapted=plan.decode.adapted
+            )
             rows = list(plan.decode.rows)
             for row in plan.decode.replayed:
                 rows[row] = None
@@ -352,6 +355,7 @@ class Engine:
                 bucket=plan.decode.bucket,
                 steps=plan.decode.steps,
                 drafts=plan.decode.drafts,
+                adapted=plan.decode.adapted,
             )
         return _Flight(plan, prefill, scores, decode)
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
+from jaxscale.models.adapters import adapter_names, use_adapters
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import PagedChunks, empty_pages
@@ -38,7 +39,7 @@ def measure_kv_scales(
     decoding see the same keys and values whatever the type of the computation.
 
     Args:
-        model: A decoder.
+        model: A decoder; all of its adapters are measured, too.
         tokens: Prompts to measure; None takes one of random tokens.
 
     Returns:
@@ -64,7 +65,11 @@ def measure_kv_scales(
         prompts = rng.integers(0, model.config.vocab_size, (1, longest), np.int32)
     measure = jax.jit(_largest)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        found = [np.asarray(measure(model, row)) for row in prompts]
+        found = [
+            np.asarray(measure(model, row, np.int32(adapter)))
+            for row in prompts
+            for adapter in range(1 + len(adapter_names(model)))
+        ]
     largest = np.max(found, axis=0)
     if not np.isfinite(largest).all():
         raise ValueError(
@@ -98,9 +103,13 @@ def check_scales(
     return scales
 
 
-def _largest(model: Decoder, tokens: Int[Array, "T"]) -> Float[Array, "L 2 K"]:
+def _largest(
+    model: Decoder, tokens: Int[Array, "T"], adapter: Int[Array, ""]
+) -> Float[Array, "L 2 K"]:
     """The magnitude of the largest keys and values of a prompt."""
     config, length = model.config, len(tokens)
+    if model.adapters is not None:
+        model = use_adapters(model, jnp.full((1, length), adapter))
     pages = empty_pages(
         num_layers=config.num_layers,
         num_pages=1,

@@ -8,7 +8,7 @@ import math
 from collections import abc
 from collections.abc import Iterable, Iterator
 
-from jaxscale.inference.engine.block_pool import ROOT, BlockPool, page_hash
+from jaxscale.inference.engine.block_pool import BlockPool, page_hash, root_of
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.sequence import Sequence
 
@@ -108,7 +108,7 @@ class PageTables:
         size = self._config.page_size
         while len(c.names) <= page:
             start = len(c.names) * size
-            parent = c.names[-1] if c.names else ROOT
+            parent = c.names[-1] if c.names else root_of(c.request.lora)
             tokens = c.tokens[start : start + size]
             decoded = c.target if start + size > c.target else None
             c.names.append(page_hash(parent, tokens, c.request.salt, decoded=decoded))

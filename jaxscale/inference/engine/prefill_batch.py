@@ -41,20 +41,25 @@ class PrefillBatch(NamedTuple):
     """[2 N + 1] boundaries in the keys."""
     slots: Any
     """[N] where the token that follows a chunk goes; S where none is drawn."""
+    adapters: Any
+    """[T] the adapter of each token; None where no chunk uses one."""
 
     @staticmethod
-    def sizes(tokens: int, keys: int, chunks: int) -> "PrefillBatch":
+    def sizes(
+        tokens: int, keys: int, chunks: int, *, adapted: bool = False
+    ) -> "PrefillBatch":
         """How long each part is."""
         bounds = 2 * chunks + 1
+        last = tokens if adapted else 0
         return PrefillBatch(
-            tokens, tokens, tokens, tokens, keys, bounds, bounds, chunks
+            tokens, tokens, tokens, tokens, keys, bounds, bounds, chunks, last
         )
 
     def split(self, packed: Any) -> "PrefillBatch":
         """The parts of one array, which have these sizes."""
         ends = np.cumsum(self)
         return PrefillBatch._make(
-            packed[e - n : e] for e, n in zip(ends, self, strict=True)
+            packed[e - n : e] if n else None for e, n in zip(ends, self, strict=True)
         )
 
     def pack(
@@ -88,6 +93,8 @@ class PrefillBatch(NamedTuple):
             x.cu_k[2 * i + 2 :] = key_at = key_at + whole_blocks(chunk.end)
             if chunk.slot is not None:
                 x.slots[i] = chunk.slot
+            if x.adapters is not None:
+                x.adapters[here] = chunk.sequence.adapter
         return packed
 
 

@@ -24,6 +24,7 @@ from jaxscale.inference.engine import sampling
 from jaxscale.inference.engine.batch_rows import NUM_STOPS, Column, OutFlag, RowFlag
 from jaxscale.inference.engine.prefill_batch import PrefillBatch
 from jaxscale.inference.engine.speculation import look_up, verify
+from jaxscale.models.adapters import use_adapters
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import PagedChunks, PagedRows
 from jaxscale.sharding.decode_all_reduce import ReduceWorkspace, Sums
@@ -48,7 +49,7 @@ class DecodePrograms:
     """The functions, with the structure of the parameters."""
 
     tree: Any
-    """Of the flat parameters."""
+    """Of the flat parameters; of a model that has adapters, rows use theirs."""
     num_chunks: int
     """N."""
     ngrams: tuple[int, int] = (1, 1)
@@ -220,7 +221,13 @@ class DecodePrograms:
             place, [T, 41].
         """
         model = self.model(params)
-        x = PrefillBatch.sizes(num_tokens, num_keys, self.num_chunks).split(packed)
+        adapted = model.adapters is not None
+        sizes = PrefillBatch.sizes(
+            num_tokens, num_keys, self.num_chunks, adapted=adapted
+        )
+        x = sizes.split(packed)
+        if adapted:
+            model = use_adapters(model, x.adapters[None])
         state = PagedChunks(
             positions=x.positions[None],
             pages=pages.kv,
@@ -294,6 +301,9 @@ def _logits(
     """The pages with the first `num_new` tokens of each row, the logits of those that
     follow each, and what the next sums over devices take.
     """
+    if model.adapters is not None:
+        index = jnp.repeat(rows[:, Column.ADAPTER], tokens.shape[1])
+        model = use_adapters(model, index[:, None])
     length = jnp.where(num_new > 0, rows[:, Column.LENGTH], 0)
     state = PagedRows.of(
         pages.kv,

@@ -70,9 +70,11 @@ class RequestTable:
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         stops = set(params.stop_token_ids)
         stops.update(() if params.ignore_eos else self._config.eos_ids)
+        adapters = (None, *self._config.adapters)
         sequences = [
             Sequence(
                 request=request,
+                adapter=adapters.index(request.lora),
                 index=index,
                 order=(-request.priority, self._arrivals, index),
                 seed=(seed + index * _GOLDEN) % 2**64,

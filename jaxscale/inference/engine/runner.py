@@ -6,9 +6,8 @@ G tokens of a page, H head dim, V vocabulary, T tokens of a prefill.
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from jaxscale.inference.engine.prefill_batch import (
 )
 from jaxscale.inference.engine.program_cache import ProgramCache
 from jaxscale.inference.engine.programs import DecodePrograms, Pages
+from jaxscale.inference.engine.sample_inputs import SampleInputs, neutral_arrays
 from jaxscale.inference.engine.scheduler_config import (
     SchedulerConfig,
     bucket_of,
@@ -36,6 +36,7 @@ from jaxscale.inference.engine.scheduler_config import (
 )
 from jaxscale.inference.engine.scheduler_output import Chunk
 from jaxscale.inference.request import MAX_BIASES
+from jaxscale.models.adapters import adapter_names, with_adapters
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import PAGES_AXES, SCALES_AXES
 from jaxscale.sharding.decode_all_reduce import AllReduce, Sums
@@ -50,6 +51,9 @@ NUM_COUNTED = 512
 type Key = tuple[Any, ...]
 """The name of a program and its sizes."""
 
+_ADAPTED = "_lora"
+"""End of the names of the programs whose rows may use adapters."""
+
 _DECODED = ["params", "pages", "slots", "history"]
 _STATE = {
     "move": (["pages"], ["pages"]),
@@ -63,22 +67,13 @@ _STATE = {
     "sample": (["logits", "slots", "counts"], ["slots", "counts"]),
     "prefill": (["params", "pages", "slots"], ["pages", "slots"]),
 }
+_STATE |= {
+    name + _ADAPTED: (["adapted_params", *taken[1:]], given)
+    for name, (taken, given) in _STATE.items()
+    if taken[0] == "params"
+}
 """What a program takes of the state before its inputs, and what its first results take
 the place of."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleInputs:
-    """What the full sampler needs besides the rows; None is nothing special."""
-
-    counted: Sequence[int | None] = ()
-    """The row of the counts of each row of the batch."""
-    want_top: bool = False
-    """Report the likeliest tokens."""
-    masks: np.ndarray | None = None
-    """[B, V / 32] int32, a bit for each token that may be drawn; None is all."""
-    biases: Mapping[int, Mapping[int, float]] = dataclasses.field(default_factory=dict)
-    """By row, what is added to the logits of tokens."""
 
 
 class Runner:
@@ -148,11 +143,21 @@ class Runner:
         )
         self._all_reduce: AllReduce = all_reduce
         self._kv_scales = check_scales(model.config, kv_scales)
-        leaves, tree = jax.tree.flatten(model)
-        self.params = tuple(leaves)
+        if adapter_names(model) != tuple(config.adapters):
+            raise ValueError(
+                f"adapters of config are {list(config.adapters)}, but the model has "
+                f"{list(adapter_names(model))}; name the same"
+            )
         ngrams = config.shortest_ngram, config.longest_ngram
-        self._programs = DecodePrograms(tree, config.prefill_requests, ngrams)
-        where = leaves[0].sharding
+
+        def flat(model: Decoder) -> tuple[tuple[Array, ...], DecodePrograms]:
+            leaves, tree = jax.tree.flatten(model)
+            programs = DecodePrograms(tree, config.prefill_requests, ngrams)
+            return tuple(leaves), programs
+
+        self.params, self._programs = flat(with_adapters(model, {}))
+        self.adapted_params, self._adapted = flat(model)
+        where = self.params[0].sharding
         mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
         self.mesh: Mesh | None = mesh
         self.devices = list(where.device_set if mesh is None else mesh.devices.flat)
@@ -178,8 +183,7 @@ class Runner:
     def programs(self) -> Iterator[tuple[Key, Callable[..., Any], tuple[Any, ...]]]:
         """Every program: its key, the jitted function, and the shapes it takes."""
         config, programs = self.config, self._programs
-        params = jax.tree.map(_shape_of, self.params)
-        pages, slots, counts, history = self._state()
+        _, slots, counts, history = self._state()
         vocab, num_slots = self.model_config.vocab_size, config.num_slots
 
         def integers(*shape: int) -> Any:
@@ -195,16 +199,7 @@ class Runner:
             yield ("remember",), jit(programs.remember, (0,), "s"), (history, *kept)
             source = integers(num_slots)
             yield ("reorder",), jit(programs.reorder, (0,), "s"), (history, source)
-        state = params, pages, slots, history
-        for bucket, steps, drafts in decode_sizes(config, self.buckets):
-            sizes = {"bucket": bucket, "steps": steps, "drafts": drafts}
-            sums = self._sums(bucket * (1 + drafts))
-            fn = functools.partial(programs.decode, **sizes, sums=sums)
-            yield _decode_key(**sizes), jit(fn, (1, 2, 3), "psss"), state
         for bucket in self.buckets:
-            sums = self._sums(bucket)
-            fn = functools.partial(programs.forward, bucket=bucket, sums=sums)
-            yield ("forward", bucket), jit(fn, (1, 3), "pss"), state
             words = -(-vocab // 32)
             shapes = (
                 self._shape((bucket, vocab), jnp.float32),
@@ -215,14 +210,37 @@ class Runner:
                 integers(bucket, MAX_BIASES, 2),
             )
             yield ("sample", bucket), jit(programs.sample, (1, 2), "sss"), shapes
+        yield from self._model_programs(programs, self.params, "")
+        if config.adapters:
+            yield from self._model_programs(
+                self._adapted, self.adapted_params, _ADAPTED
+            )
+
+    def _model_programs(
+        self, programs: DecodePrograms, params: tuple[Array, ...], kind: str
+    ) -> Iterator[tuple[Key, Callable[..., Any], tuple[Any, ...]]]:
+        """Those of `programs` that compute the model, whose names end with `kind`."""
+        config, jit = self.config, self._jit
+        pages, slots, _, history = self._state()
+        state = jax.tree.map(_shape_of, params), pages, slots, history
+        for bucket, steps, drafts in decode_sizes(config, self.buckets):
+            sizes = {"bucket": bucket, "steps": steps, "drafts": drafts}
+            sums = self._sums(bucket * (1 + drafts))
+            fn = functools.partial(programs.decode, **sizes, sums=sums)
+            key = _decode_key(**sizes, kind=kind)
+            yield key, jit(fn, (1, 2, 3), "psss"), state
+        for bucket in self.buckets:
+            sums = self._sums(bucket)
+            fn = functools.partial(programs.forward, bucket=bucket, sums=sums)
+            yield ("forward" + kind, bucket), jit(fn, (1, 3), "pss"), state
         for tokens, keys, scored in self._prefills():
             sizes = {"num_tokens": tokens, "num_keys": keys, "scored": scored}
             fn = functools.partial(programs.prefill, **sizes)
-            total = sum(PrefillBatch.sizes(tokens, keys, config.prefill_requests))
+            total = sum(self._prefill_sizes(tokens, keys, kind))
             yield (
-                ("prefill", tokens, keys, scored),
+                ("prefill" + kind, tokens, keys, scored),
                 jit(fn, (1, 2), "psss" if scored else "pss"),
-                (params, pages, slots, integers(total)),
+                (*state[:3], self._shape((total,), jnp.int32)),
             )
 
     def inputs(self) -> dict[Key, tuple[jax.ShapeDtypeStruct, ...]]:
@@ -280,8 +298,13 @@ class Runner:
                 scales = self.pages.scales + self._kv_scales[:, None]  # [L, P, 2, K]
                 scales = jax.device_put(scales, self._sharding(SCALES_AXES))
                 self.pages = self.pages._replace(scales=scales)
+        vocab, where = self.model_config.vocab_size, self._sharding()
         self._neutral = {
-            ("sample", bucket): self._neutral_inputs(bucket) for bucket in self.buckets
+            ("sample", bucket): (
+                None,
+                *jax.device_put(neutral_arrays(bucket, vocab), where),
+            )
+            for bucket in self.buckets
         }
 
     # What the engine calls.
@@ -318,44 +341,33 @@ class Runner:
             padded[: len(tokens)] = tokens
             self.dispatch(("remember",), padded, np.array([row], np.int32))
 
-    def decode(self, *, bucket: int, steps: int, drafts: int = 0) -> Array:
+    def decode(
+        self, *, bucket: int, steps: int, drafts: int = 0, adapted: bool = False
+    ) -> Array:
         """Draw tokens for each live row of the bucket, [steps, B, 1 + drafts, 3].
 
         Args:
             bucket: Rows that may be live.
             steps: Tokens that a row draws at most, apart from drafts.
             drafts: As many as `SchedulerConfig.drafts_of` says, or none in one step.
+            adapted: Rows may use adapters; otherwise none are read.
         """
-        (out,) = self.dispatch(
-            _decode_key(bucket_of(bucket, self.buckets), steps, drafts)
-        )
+        bucket, kind = bucket_of(bucket, self.buckets), _ADAPTED if adapted else ""
+        (out,) = self.dispatch(_decode_key(bucket, steps, drafts, kind))
         return out
 
-    def forward(self, *, bucket: int) -> Array:
+    def forward(self, *, bucket: int, adapted: bool = False) -> Array:
         """The logits of each live row of the bucket, for `sample`."""
-        self.dispatch(("forward", bucket_of(bucket, self.buckets)))
+        kind = _ADAPTED if adapted else ""
+        self.dispatch(("forward" + kind, bucket_of(bucket, self.buckets)))
         return self.logits
 
     def sample(self, logits: Array, inputs: SampleInputs) -> Array:
         """Draw a token for each live row by all of its settings, [1, B, 1, 43]."""
-        bucket, none = len(logits), self.config.num_slots
-        extra = np.full(bucket + 1, none, np.int32)
-        extra[bucket] = inputs.want_top
-        for row, counted in enumerate(inputs.counted):
-            extra[row] = none if counted is None else counted
-        mask = bias = None
-        if inputs.masks is not None:
-            missing = bucket - len(inputs.masks)
-            mask = np.pad(inputs.masks, ((0, missing), (0, 0))).view(np.uint32)
-        if inputs.biases:
-            vocab = self.model_config.vocab_size
-            bias = np.full((bucket, MAX_BIASES, 2), vocab, np.int32)
-            for row, added in inputs.biases.items():
-                bias[row, : len(added), 0] = list(added)
-                values = np.asarray(list(added.values()), np.float32)
-                bias[row, : len(added), 1] = values.view(np.int32)
+        bucket, vocab = len(logits), self.model_config.vocab_size
+        arrays = inputs.arrays(bucket, vocab, self.config.num_slots)
         self.logits = logits
-        (out,) = self.dispatch(("sample", bucket), extra, mask, bias)
+        (out,) = self.dispatch(("sample", bucket), *arrays)
         return out
 
     def prefill(
@@ -421,13 +433,18 @@ class Runner:
         config = self.config
         needed = sum(len(chunk.tokens) for chunk in chunks)
         keys = sum(whole_blocks(chunk.end) for chunk in chunks)
+        kind = _ADAPTED if any(chunk.sequence.adapter for chunk in chunks) else ""
         key = next(
-            ("prefill", t, k, scored)
+            ("prefill" + kind, t, k, scored)
             for t, k, scored in self._prefills()
             if scored == (targets is not None) and needed <= t and keys <= k
         )
-        sizes = PrefillBatch.sizes(key[1], key[2], config.prefill_requests)
+        sizes = self._prefill_sizes(key[1], key[2], kind)
         return sizes.pack(chunks, targets, config), key
+
+    def _prefill_sizes(self, tokens: int, keys: int, kind: str) -> PrefillBatch:
+        chunks = self.config.prefill_requests
+        return PrefillBatch.sizes(tokens, keys, chunks, adapted=kind == _ADAPTED)
 
     def _prefills(self) -> Iterable[tuple[int, int, bool]]:
         """Tokens and keys of the prefill programs, the smallest first."""
@@ -488,16 +505,9 @@ class Runner:
             contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
         )
 
-    def _neutral_inputs(self, bucket: int) -> tuple[None, Array, Array]:
-        """Mask and bias that change nothing, on the device, as inputs of `sample`."""
-        vocab = self.model_config.vocab_size
-        mask = np.full((bucket, -(-vocab // 32)), 2**32 - 1, np.uint32)
-        bias = np.full((bucket, MAX_BIASES, 2), vocab, np.int32)
-        return None, *jax.device_put((mask, bias), self._sharding())
 
-
-def _decode_key(bucket: int, steps: int, drafts: int) -> Key:
-    return ("speculate" if drafts else "decode", bucket, steps)
+def _decode_key(bucket: int, steps: int, drafts: int, kind: str) -> Key:
+    return (("speculate" if drafts else "decode") + kind, bucket, steps)
 
 
 def _shape_of(x: Array) -> jax.ShapeDtypeStruct:

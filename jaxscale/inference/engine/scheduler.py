@@ -173,6 +173,11 @@ class Scheduler:
         request.check(vocab_size=config.vocab_size, max_len=config.longest)
         if request.id in self._requests:
             raise InvalidRequest(f"id {request.id!r} is in use; choose another")
+        if request.lora not in (None, *config.adapters):
+            raise InvalidRequest(
+                f"lora {request.lora!r} is no adapter of the model, which has "
+                f"{', '.join(config.adapters) or 'none'}"
+            )
         self._waiting.check(request)
 
     def _end(self, c: Sequence, reason: FinishReason, now: float) -> None:

@@ -57,6 +57,8 @@ class SchedulerConfig(SchedulerSettings):
     num_slots: int = 128
     """S, maximum number of running requests, which decode together: a power of two, at
     least 2."""
+    adapters: Sequence[str] = ()
+    """Names of the LoRA adapters that requests may choose."""
     eos_ids: Sequence[int] = ()
     """Tokens that end a sequence, unless its request ignores them."""
     prefill_tokens: int = 2048

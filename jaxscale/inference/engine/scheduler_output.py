@@ -78,6 +78,11 @@ class Decode:
     """Rows that were preempted and are decoded again: what they draw is known, and must
     not be counted twice. With any, there is one step without drafts."""
 
+    @property
+    def adapted(self) -> bool:
+        """True where some row uses an adapter."""
+        return any(c is not None and c.adapter for c in self.rows)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:

@@ -35,6 +35,8 @@ class Sequence:
     """Tokens that end it."""
     tokens: list[int]
     """Prompt and completion, as far as the host knows."""
+    adapter: int = 0
+    """Place of its adapter in `SchedulerConfig.adapters`, from 1 on; 0 for none."""
     state: SequenceStatus = SequenceStatus.WAITING
     slot: int | None = None
     """Row on the device, from the end of the prompt on."""

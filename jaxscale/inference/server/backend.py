@@ -4,7 +4,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.engine.async_engine import AsyncEngine
@@ -146,6 +146,10 @@ class TextModel:
     """Lays out conversations; None where the model has no template."""
     aliases: Sequence[str] = ()
     """Other names that calls may give."""
+    adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Directories of its adapters, by the name that calls give."""
+    parent: str | None = None
+    """Name of the model whose adapter has the name of this one; None: it is none."""
     tool_format: ToolFormat | None = None
     """How it writes calls of tools; None where that is not known."""
     reasoning_format: ReasoningFormat | None = None
@@ -155,6 +159,17 @@ class TextModel:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     """When it was loaded, in seconds since 1970."""
     _texts: dict[int, str] = dataclasses.field(default_factory=dict, repr=False)
+
+    def named(self, name: str | None) -> Self:
+        """The model as a call has named it, which may be by an adapter."""
+        if name not in self.adapters:
+            return self
+        return dataclasses.replace(self, name=name, parent=self.name)
+
+    @property
+    def lora(self) -> str | None:
+        """The adapter that a call has named."""
+        return None if self.parent is None else self.name
 
     def bound(self, gone: threading.Event | None = None) -> TextBound:
         """What says that a text is too long, before all of it is tokenized.

@@ -135,6 +135,7 @@ class Caller:
             params=params,
             priority=body.priority or 0,
             client=self.name,
+            lora=model.lora,
             salt=f"{self.name} {salt}" if self.config.isolate_clients else salt,
             deadline=deadline,
             echo=echo,

@@ -16,6 +16,7 @@ from jaxscale.inference.encoder.encoder import Encoder
 from jaxscale.inference.engine.config import EngineConfig
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.llm import make_engine
+from jaxscale.inference.lora_modules import LoraModules, read_adapters
 from jaxscale.inference.reasoning import ReasoningFormat
 from jaxscale.inference.request import SamplingParams
 from jaxscale.inference.run_directory import is_encoder_run, is_run, load_run
@@ -23,6 +24,7 @@ from jaxscale.inference.server.backend import EngineBackend, TextModel
 from jaxscale.inference.server.served_encoder import ServedEncoder
 from jaxscale.inference.server.service import Served
 from jaxscale.inference.tools import ToolFormat
+from jaxscale.models.adapters import with_adapters
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.families import config_from_hf
@@ -99,6 +101,7 @@ def served(
     rules: AxisRules = REPLICATED,
     dtype: DTypeLike | None = None,
     quantization: Quantization | None = None,
+    lora_modules: LoraModules | None = None,
 ) -> Served:
     """The model of a directory, compiled, its engine started.
 
@@ -115,11 +118,12 @@ def served(
         rules: Mesh axes that split it.
         dtype: Type of the computation; by default that of the file.
         quantization: Weights of 8 bits of a decoder; None keeps those of the file.
+        lora_modules: Directories of adapters of a decoder, by the name that calls give.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: sizes do not fit, the template is malformed, or an encoder would be
-            quantized.
+        ValueError: sizes do not fit, the template is malformed, an encoder would be
+            quantized, or an adapter does not fit or has a name of the model.
     """
     path = Path(path)
     name = name or path.resolve().name
@@ -130,41 +134,67 @@ def served(
                 f"quantization {quantization!r} is for decoders, but {path} holds an "
                 "encoder; leave it out"
             )
+        if lora_modules:
+            raise ValueError(
+                f"lora_modules are adapters of decoders, but {path} holds an encoder; "
+                "leave them out"
+            )
         encoder = Encoder.from_pretrained(path, **options)
         return ServedEncoder(encoder, name, aliases=aliases)
     if is_run(path):
         generation = GenerationConfig()
     else:
         generation = GenerationConfig.from_file(path)
+    adapters = {name: str(source) for name, source in (lora_modules or {}).items()}
+    if taken := {name, *aliases} & {*adapters}:
+        raise ValueError(
+            f"lora_modules has the name {min(taken)!r}, which is the model's; choose "
+            "another"
+        )
+    options |= {"quantization": quantization, "lora_modules": lora_modules}
     return text_model(
-        load_decoder(path, quantization=quantization, **options),
+        load_decoder(path, **options),
         Tokenizer.from_file(path),
         name=name,
         engine=engine,
         chat=chat,
         aliases=aliases,
+        adapters=adapters,
         eos_ids=generation.eos_ids,
         defaults=defaults_of(generation) if sampling_defaults else {},
     )
 
 
-def load_decoder(path: str | Path, **options: Any) -> Decoder:
+def load_decoder(
+    path: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    rules: AxisRules = REPLICATED,
+    lora_modules: LoraModules | None = None,
+    **options: Any,
+) -> Decoder:
     """The decoder of a Hugging Face directory or of a run, as engines read it.
 
     Args:
         path: The directory.
-        **options: Mesh, rules, dtype and quantization, as for `served`.
+        mesh: As for `served`.
+        rules: As for `served`.
+        lora_modules: As for `served`; without any it has no adapters.
+        **options: Dtype and quantization, as for `served`.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: it is an encoder.
+        ValueError: it is an encoder, or an adapter does not fit.
     """
     if _is_encoder(path):
         raise ValueError(
             f"{path} holds an encoder, which one process serves: start it alone"
         )
-    model: Any = (load_run if is_run(path) else load)(path, **options)
-    return model.for_inference()  # and what was loaded is gone
+    adapters = read_adapters(lora_modules, path, mesh=mesh, rules=rules)
+    read: Any = load_run if is_run(path) else load
+    model = read(path, mesh=mesh, rules=rules, **options)
+    model = model.for_inference()  # and what was loaded is gone
+    return with_adapters(model, adapters) if adapters else model
 
 
 def _is_encoder(path: str | Path) -> bool:
@@ -183,6 +213,7 @@ def text_model(
     engine: EngineConfig | None = None,
     chat: ChatOptions = ChatOptions(),
     aliases: Sequence[str] = (),
+    adapters: Mapping[str, str] | None = None,
     eos_ids: Sequence[int] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> TextModel:
@@ -195,6 +226,7 @@ def text_model(
         engine: Sizes of the engine.
         chat: How conversations are laid out and answered.
         aliases: Other names that calls may give.
+        adapters: Directories of the adapters that `model` has, by name.
         eos_ids: Tokens that end a text, besides the tokenizer's.
         defaults: Settings of `SamplingParams` where a call says nothing; the server
             says them at its start.
@@ -235,6 +267,7 @@ def text_model(
         tokenizer=tokenizer,
         chat=lay,
         aliases=tuple(aliases),
+        adapters=adapters or {},
         tool_format=chat.tools(lay),
         reasoning_format=chat.thoughts(lay),
         defaults=defaults or {},

@@ -35,8 +35,10 @@ def add_models(app: FastAPI, service: Service) -> None:
     async def models() -> Response:
         """The model that is served."""
         served = service.served()
-        names = (served.name, *served.aliases)
-        cards = [_card(served, name) for name in names]
+        names = [served.name, *served.aliases]
+        if isinstance(served, TextModel):
+            names += served.adapters
+        cards = [_card(service.served(name), name) for name in names]
         return JSONResponse({"object": "list", "data": cards})
 
     @app.get("/v1/models/{name:path}")
@@ -149,8 +151,11 @@ def _caller(http: Request) -> Caller:
 
 def _card(model: Served, name: str) -> dict[str, Any]:
     """What ``/v1/models`` says of a model by one of its names."""
+    origin = {} if name == model.name else {"root": model.name}
     if isinstance(model, TextModel):
         longest = model.backend.config.longest
+        if model.parent is not None:
+            origin = {"root": model.adapters[name], "parent": model.parent}
     else:
         longest = model.encoder.max_length
     return {
@@ -159,5 +164,5 @@ def _card(model: Served, name: str) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "jaxscale",
         "max_model_len": longest,
-        **({} if name == model.name else {"root": model.name}),
+        **origin,
     }

@@ -137,6 +137,8 @@ class Service:
         if model is None:
             wait = {"retry-after": "5"}
             raise ApiError(503, "the model is loading", code="loading", headers=wait)
+        if isinstance(model, TextModel):
+            model = model.named(name)
         if name is not None and name not in (model.name, *model.aliases):
             raise ApiError(
                 404,

@@ -265,7 +265,7 @@ def _read_parameter(
     """One parameter, or its part of one layer; each device gets only its shard."""
     shape = shapes[name] if layer is None else shapes[name][1:]
     dtype = _dtype_of(checkpoint, _names(entry, shapes), param_dtype)
-    columns = _columns(entry, name, in_files)
+    columns = columns_of(entry, name, in_files)
     limits = in_files[name] if layer is None else in_files[name][1:]
 
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
@@ -331,7 +331,7 @@ def _read_shard(
     return shard
 
 
-def _columns(
+def columns_of(
     entry: TensorMap, name: str, shapes: dict[str, tuple[int, ...]]
 ) -> np.ndarray:
     """Find a parameter's last dimension in a tensor that several share."""

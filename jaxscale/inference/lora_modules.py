@@ -1,0 +1,112 @@
+"""Adapters (LoRA) by name, to be served with the model that they were trained on."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jaxscale.inference.run_directory import is_run, load_adapter, read_run_model
+from jaxscale.models.adapters import Adapter
+from jaxscale.models.config import DecoderConfig
+from jaxscale.models.families import config_from_hf
+from jaxscale.models.hf.files import Checkpoint
+from jaxscale.models.hf.hub import local_directory
+from jaxscale.models.hf.peft import CONFIG_FILE, read_peft
+from jaxscale.sharding.rules import REPLICATED, AxisRules
+
+
+type LoraModules = Mapping[str, str | Path]
+"""Directories of adapters by name: those of peft, names on the Hugging Face hub, or
+output directories of runs that have trained one."""
+
+
+def parse_lora_modules(words: Sequence[str]) -> dict[str, str]:
+    """Adapters as the command line has them.
+
+    Args:
+        words: Each of the form ``NAME=DIR``.
+
+    Raises:
+        ValueError: one is not, or two have a name.
+
+    Example:
+        >>> parse_lora_modules(["sql=runs/sql", "notes=adapters/notes"])
+        {'sql': 'runs/sql', 'notes': 'adapters/notes'}
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, directory = word.partition("=")
+        if not (name and equals and directory):
+            raise ValueError(
+                f"lora_modules has {word!r}, expected NAME=DIR; name each adapter"
+            )
+        if name in found:
+            raise ValueError(
+                f"lora_modules names {name!r} twice; give each adapter its own name"
+            )
+        found[name] = directory
+    return found
+
+
+def read_adapters(
+    modules: LoraModules | None,
+    base: str | Path | DecoderConfig,
+    *,
+    mesh: Mesh | None = None,
+    rules: AxisRules = REPLICATED,
+) -> dict[str, Adapter]:
+    """The adapters of directories, before the model that they are for is loaded.
+
+    Args:
+        modules: The directories; None is none.
+        base: Directory of the model; or its shape alone, which is not enough for the
+            adapters of runs.
+        mesh: Where the model is compared with that of a run; None is the first device.
+        rules: Mesh axes that split it there.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: an adapter does not belong to the model, or is of a kind that is not
+            supported; the message names it.
+    """
+    if not modules:
+        return {}
+    config = base if isinstance(base, DecoderConfig) else _config_of(Path(base))
+    adapters = {}
+    for name, source in modules.items():
+        try:
+            directory = local_directory(source)
+            if (directory / CONFIG_FILE).is_file():
+                adapters[name] = read_peft(directory, config)
+                continue
+            if not is_run(directory):
+                raise ValueError(f"{directory} has neither {CONFIG_FILE} nor run.json")
+            if isinstance(base, DecoderConfig):
+                raise ValueError(
+                    f"{directory} is of a run, whose adapters are compared with the "
+                    "files of the model; use LLM.from_pretrained"
+                )
+            if jax.process_count() > 1:
+                raise ValueError(
+                    f"{directory} is of a run, whose adapters one process alone can "
+                    "read; merge it with `jaxscale export`"
+                )
+            adapters[name] = load_adapter(directory, base, mesh=mesh, rules=rules)
+        except (FileNotFoundError, ValueError) as error:
+            raise type(error)(f"adapter {name!r}: {error}") from error
+    return adapters
+
+
+def _config_of(base: Path) -> DecoderConfig:
+    """The shape of the decoder of a directory."""
+    if is_run(base):
+        config = read_run_model(base)
+    else:
+        config = config_from_hf(Checkpoint(base).config)
+    if not isinstance(config, DecoderConfig):
+        raise ValueError(
+            f"lora_modules are adapters of decoders, but {base} holds an encoder; "
+            "leave them out"
+        )
+    return config
