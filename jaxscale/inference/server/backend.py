@@ -156,6 +156,11 @@ class TextModel:
     """When it was loaded, in seconds since 1970."""
     _texts: dict[int, str] = dataclasses.field(default_factory=dict, repr=False)
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt and its continuation."""
+        return self.backend.config.longest
+
     def bound(self, gone: threading.Event | None = None) -> TextBound:
         """What says that a text is too long, before all of it is tokenized.
 
@@ -163,7 +168,7 @@ class TextModel:
             gone: Set once nobody waits for the answer.
         """
         left = {} if gone is None else {"left": gone.is_set}
-        most = self.backend.config.longest
+        most = self.longest
         return TextBound(tokenizer=self.tokenizer, most=most, **left)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
