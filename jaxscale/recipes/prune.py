@@ -52,6 +52,7 @@ from jaxscale.training import (
 )
 from jaxscale.training import run as run_directory
 from jaxscale.training.evaluation import to_rows
+from jaxscale.training.lock import locked
 from jaxscale.training.pretrained import load_model, pretrained
 
 
@@ -332,18 +333,19 @@ def prune_and_tune(
         f"held-out loss {before.loss:.3f}, pruned {after.loss:.3f}; both on "
         f"{before.extent}"
     )
-    result = fit(
-        config,
-        train_data=train_data,
-        eval_data=eval_data,
-        model=start,
-        hooks=[pruner],
-        gradient_transforms=[pruner.transform],
-        writers=writers,
-    )
-    if result.interrupted:
-        raise KeyboardInterrupt
-    control = _control(config, model, text) if tune.control else None
+    with locked(Path(config.output_dir)):  # also while the control is trained
+        result = fit(
+            config,
+            train_data=train_data,
+            eval_data=eval_data,
+            model=start,
+            hooks=[pruner],
+            gradient_transforms=[pruner.transform],
+            writers=writers,
+        )
+        if result.interrupted:
+            raise KeyboardInterrupt
+        control = _control(config, model, text) if tune.control else None
     if control is not None:
         say(f"held-out loss of the dense model trained as long {control.loss:.3f}")
     return Pruned(

@@ -23,11 +23,21 @@ from jaxscale.recipes.prune import Pruned, bytes_per_token
 from jaxscale.sharding import make_mesh
 from jaxscale.training import TextData, TrainConfig
 from jaxscale.training import run as run_directory
+from jaxscale.training.lock import locked
 from jaxscale.training.monitoring import console
 
 
 def finish(directory: Path, pruned: Pruned, text: TextData) -> Path:
-    """Write the masks and the report of a pruned run; returns the report."""
+    """Write the masks and the report of a pruned run; returns the report.
+
+    Raises:
+        ValueError: another process writes to the directory.
+    """
+    with locked(directory):
+        return _finish(directory, pruned, text)
+
+
+def _finish(directory: Path, pruned: Pruned, text: TextData) -> Path:
     pruned.masks.save(directory / run_directory.MASKS_FILE)
     report = Report("jaxscale prune")
     add_to_report(report, pruned, bytes_per_token(text))

@@ -5,6 +5,7 @@ locks often do not work. It names its owner, and its modification time shows tha
 owner is alive.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -27,6 +28,7 @@ LOCK_FILE = "run.lock"
 _BEAT_SECONDS = 30.0
 _STALE_SECONDS = 300.0
 _held: set[Path] = set()
+_kept: dict[Path, contextlib.ExitStack] = {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +55,10 @@ class _Owner:
 def locked(directory: Path) -> Iterator[None]:
     """Context in which no other process writes a run to `directory`.
 
-    A process may hold it several times. A lock whose process has ended is taken over;
-    on another host, if it has shown no sign of life for five minutes; a process
-    restarted by a supervisor takes over the lock of its previous start.
+    A process may hold it several times, and releases what it has kept (`keep`). A lock
+    whose process has ended is taken over; on another host, if it has shown no sign of
+    life for five minutes; a process restarted by a supervisor takes over the lock of
+    its previous start.
 
     Args:
         directory: The output directory; made if needed.
@@ -65,7 +68,8 @@ def locked(directory: Path) -> Iterator[None]:
     """
     path = directory.resolve() / LOCK_FILE
     if path in _held:
-        yield
+        with _kept.pop(path, contextlib.nullcontext()):
+            yield
         return
     if path.parent.is_file():
         raise ValueError(f"output_dir {directory} is a file; choose a directory")
@@ -92,6 +96,33 @@ def locked(directory: Path) -> Iterator[None]:
                 path.unlink()
             for folder in made:  # which nothing was written to
                 folder.rmdir()
+
+
+def keep(directory: Path) -> None:
+    """Hold the lock of `directory` from now on, as `locked`, for a script without one.
+
+    The next `locked` of this directory gives it back at its end; without one, so does
+    the end of the process.
+
+    Args:
+        directory: The output directory; made if needed.
+
+    Raises:
+        ValueError: another process holds it, or it cannot be made.
+    """
+    path = directory.resolve() / LOCK_FILE
+    if path in _held:
+        return
+    stack = contextlib.ExitStack()
+    stack.enter_context(locked(directory))
+    _kept[path] = stack
+    owner = os.getpid()
+
+    def give_back() -> None:
+        if os.getpid() == owner:  # and no fork of it
+            _kept.pop(path, stack).close()
+
+    atexit.register(give_back)
 
 
 def _take(path: Path) -> _Owner:

@@ -25,7 +25,7 @@ from jaxscale.supervision.driver import DIRECTORY as SUPERVISOR
 from jaxscale.training.checkpoint.reader import HEAD, SCHEDULE_STEPS
 from jaxscale.training.checkpoint.steps import complete_steps, settings_of
 from jaxscale.training.config import TrainConfig
-from jaxscale.training.lock import LOCK_FILE
+from jaxscale.training.lock import LOCK_FILE, keep
 from jaxscale.training.monitoring.console import command_line
 from jaxscale.training.optimizer import check_same_schedule
 
@@ -160,15 +160,12 @@ class Text(Protocol):
 def write(directory: Path, config: TrainConfig, text: Text) -> None:
     """Make `directory` the directory of the run of `config` on `text`.
 
+    No other process writes to it from now on, until `fit` has ended.
+
     Raises:
-        ValueError: it cannot be made.
+        ValueError: it cannot be made, or another process writes to it.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"output_dir {directory} cannot be made: {error.strerror}; choose another"
-        ) from error
+    keep(directory)
     content = {
         "jaxscale": __version__,
         "jax": jax.__version__,

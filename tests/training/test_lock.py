@@ -11,7 +11,7 @@ import pytest
 
 from jaxscale.supervision import EventLog
 from jaxscale.training import lock
-from jaxscale.training.lock import LOCK_FILE, locked
+from jaxscale.training.lock import LOCK_FILE, keep, locked
 
 
 HOLD = """
@@ -95,3 +95,35 @@ def test_folders_are_given_back_where_nothing_was_written(tmp_path):
         locked(tmp_path / "file"),
     ):
         pass
+
+
+def test_a_lock_that_is_kept_is_given_back_by_the_next_one(tmp_path):
+    """A script writes the settings of its run, trains, and writes what it has made."""
+    path = tmp_path / "run" / LOCK_FILE
+    for _ in range(2):  # a notebook of which cells run twice
+        keep(path.parent)
+        keep(path.parent)
+        assert path.exists()
+    with locked(path.parent):
+        with locked(path.parent):
+            pass
+        assert path.exists()
+    assert not path.exists()
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from jaxscale.training.lock import LOCK_FILE, keep
+keep(Path(sys.argv[1]))
+child = os.fork()
+if child == 0:
+    sys.exit()  # and not the lock of the script
+os.waitpid(child, 0)
+assert (Path(sys.argv[1]) / LOCK_FILE).exists()
+"""
+
+
+def test_a_lock_that_is_kept_ends_with_its_process(tmp_path):
+    subprocess.run([sys.executable, "-c", SCRIPT, tmp_path / "run"], check=True)
+    assert list(tmp_path.iterdir()) == []

@@ -19,6 +19,7 @@ from jaxscale.training import (
     TrainConfig,
 )
 from jaxscale.training import run as run_directory
+from jaxscale.training.lock import LOCK_FILE, locked
 from jaxscale.training.pretrained import load_model
 from tests.changed_files import outcomes, replaced
 
@@ -66,6 +67,16 @@ def test_a_run_that_fails_before_its_first_checkpoint_gives_its_place_up(tmp_pat
         fail()
     with pytest.raises(ValueError, match="already holds a run; add --resume"):
         run_directory.check_free(tmp_path, corrected, resume=False)
+
+
+def test_who_begins_a_run_holds_its_directory_until_it_has_trained(tmp_path):
+    """Also a script that takes no lock itself."""
+    run_directory.write(tmp_path, RUN, text_of([1, 2]))
+    assert (tmp_path / LOCK_FILE).exists()
+    with locked(tmp_path):  # as `fit`
+        pass
+    assert (tmp_path / run_directory.RUN_FILE).exists()
+    assert not (tmp_path / LOCK_FILE).exists()
 
 
 def test_a_model_is_loaded_as_it_was_trained_or_to_generate(tmp_path):

@@ -20,11 +20,7 @@ from jaxscale.inference.server.gate import Gate
 from jaxscale.inference.server.inflate import Inflate
 from jaxscale.inference.server.live import PAGE
 from jaxscale.inference.server.metrics import CONTENT_TYPE
-from jaxscale.inference.server.routes import (
-    add_encoders,
-    add_generation,
-    add_models,
-)
+from jaxscale.inference.server.routes import add_calls, add_models
 from jaxscale.inference.server.served_encoder import ServedEncoder
 from jaxscale.inference.server.service import Served, Service
 from jaxscale.inference.server.stream import EventStream
@@ -87,8 +83,7 @@ def create_app(config: ServerConfig, load: Callable[[], Served]) -> FastAPI:
     _add_errors(app)
     _add_operations(app, service)
     add_models(app, service)
-    add_generation(app, service)
-    add_encoders(app, service)
+    add_calls(app, service)
     _describe(app)
     paths = {
         path: frozenset(method.upper() for method in operations)

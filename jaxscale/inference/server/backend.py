@@ -171,6 +171,11 @@ class TextModel:
         """The adapter that a call has named."""
         return None if self.parent is None else self.name
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt and its continuation."""
+        return self.backend.config.longest
+
     def bound(self, gone: threading.Event | None = None) -> TextBound:
         """What says that a text is too long, before all of it is tokenized.
 
@@ -178,7 +183,7 @@ class TextModel:
             gone: Set once nobody waits for the answer.
         """
         left = {} if gone is None else {"left": gone.is_set}
-        most = self.backend.config.longest
+        most = self.longest
         return TextBound(tokenizer=self.tokenizer, most=most, **left)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -34,7 +34,7 @@ IGNORED_HEADER = "x-jaxscale-ignored"
 """Header of an answer that names what of its call changed nothing."""
 
 _LOG = logging.getLogger(__name__)
-_LONG = 2**16  # bytes of a body that is tokenized at once, as most are
+LONG = 2**16  # bytes of a body that is tokenized at once, as most are
 _ESCAPED = 12  # bytes of a character in JSON
 _USUAL = 8  # bytes of most tokens
 _BESIDE = 2**21  # bytes of tools, a grammar, spaces that a tokenizer joins
@@ -162,7 +162,7 @@ async def prepared[**P, T](
     run = functools.partial(function, *args, **kwargs)
     loop, size = asyncio.get_running_loop(), caller.body_bytes
     try:
-        if size <= _LONG:
+        if size <= LONG:
             return await loop.run_in_executor(None, run)
         async with caller.texts.turn(caller.name, size):
             return await loop.run_in_executor(caller.texts.threads, run)

@@ -1,5 +1,6 @@
 """Bodies that come compressed."""
 
+import asyncio
 import zlib
 
 from starlette.datastructures import Headers
@@ -59,8 +60,10 @@ def _unpacked(receive: Receive, caller: Caller, most: int) -> Receive:
             return message
         ended = not message.get("more_body", False)
         try:
-            # No more than is taken is ever made, whatever was sent.
-            body = unpack.decompress(message.get("body", b""), most - size + 1)
+            # No more than is taken is ever made, whatever was sent; a few bytes may
+            # be thousands of times as many, which other calls need not wait for.
+            packed = message.get("body", b"")
+            body = await asyncio.to_thread(unpack.decompress, packed, most - size + 1)
         except zlib.error as error:
             raise ApiError(400, f"the body is no gzip: {error}") from None
         size += len(body)

@@ -1,12 +1,16 @@
 """Routes about the model, and those that compute."""
 
+import dataclasses
+import functools
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive
 
-from jaxscale.inference.request import InvalidRequest
 from jaxscale.inference.server import (
     chat_completions,
     completions,
@@ -14,18 +18,132 @@ from jaxscale.inference.server import (
     messages,
     responses,
     scores,
+    tokens,
 )
 from jaxscale.inference.server.backend import TextModel
-from jaxscale.inference.server.calls import Caller, check_length, prepared
+from jaxscale.inference.server.bodies import received
+from jaxscale.inference.server.calls import Caller
 from jaxscale.inference.server.response_store import ResponseStore
+from jaxscale.inference.server.schema.body import Body
 from jaxscale.inference.server.schema.chat import Chat, Detokenize, Tokenize
 from jaxscale.inference.server.schema.completions import Completion
 from jaxscale.inference.server.schema.encoders import Embedding, Rerank, Score
 from jaxscale.inference.server.schema.messages import Messages
 from jaxscale.inference.server.schema.responses import Responses
+from jaxscale.inference.server.served_encoder import ServedEncoder
 from jaxscale.inference.server.service import Served, Service
-from jaxscale.inference.server.stream import attended
-from jaxscale.inference.server.tokens import COUNTED, tokenized
+
+
+_REFS = "#/components/schemas/{model}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call[B: Body, M: Served]:
+    """A call that computes."""
+
+    path: str
+    form: type[B]
+    """What its body is."""
+    answer: Callable[[B, M, Caller, Receive], Awaitable[Response]]
+    """Answers it."""
+    about: str
+    """What it does, for the description of the API."""
+
+
+def _of_decoders() -> tuple[_Call[Any, TextModel], ...]:
+    respond = functools.partial(responses.respond, store=ResponseStore())
+    return (
+        _Call("/v1/completions", Completion, completions.complete, "Continue prompts."),
+        _Call(
+            "/v1/chat/completions",
+            Chat,
+            chat_completions.chat,
+            "Answer a conversation.",
+        ),
+        _Call(
+            "/v1/completions/render",
+            Completion,
+            completions.render,
+            "The token ids of prompts, for gateways.",
+        ),
+        _Call(
+            "/v1/chat/completions/render",
+            Chat,
+            chat_completions.render,
+            "The token ids of a conversation, for gateways.",
+        ),
+        _Call("/v1/responses", Responses, respond, "Answer a conversation with items."),
+        _Call(
+            "/v1/messages",
+            Messages,
+            messages.answer_messages,
+            "Answer a conversation, in the form of Anthropic's API.",
+        ),
+        _Call(
+            "/v1/messages/count_tokens",
+            Messages,
+            messages.count_tokens,
+            "The number of tokens of a conversation.",
+        ),
+        _Call(
+            "/tokenize",
+            Tokenize,
+            tokens.tokenize,
+            "The token ids of a prompt or of messages.",
+        ),
+        _Call("/detokenize", Detokenize, tokens.detokenize, "The text of token ids."),
+    )
+
+
+_OF_ENCODERS: tuple[_Call[Any, ServedEncoder], ...] = (
+    _Call("/v1/embeddings", Embedding, embeddings.embed, "Embed texts."),
+    _Call("/v1/score", Score, scores.score, "Compare texts."),
+    _Call(
+        "/v1/rerank",
+        Rerank,
+        scores.rerank,
+        "Order documents by how well they go with a query.",
+    ),
+)
+
+
+def add_calls(app: FastAPI, service: Service) -> None:
+    """Routes that compute, and the forms of their bodies in the description."""
+    decoders = _of_decoders()
+    for call in decoders:
+        _add(app, call, service.decoder)
+    for call in _OF_ENCODERS:
+        _add(app, call, service.encoder)
+    forms = {call.form for call in (*decoders, *_OF_ENCODERS)}
+    _, described = models_json_schema(
+        [
+            (form, "validation")
+            for form in sorted(forms, key=lambda form: form.__name__)
+        ],
+        ref_template=_REFS,
+    )
+    parts = app.openapi().setdefault("components", {}).setdefault("schemas", {})
+    parts |= described["$defs"]
+
+
+def _add[B: Body, M: Served](
+    app: FastAPI, call: _Call[B, M], model_of: Callable[[str | None], M]
+) -> None:
+    """A route for a call to the model that `model_of` finds by its name."""
+    schema = {"$ref": _REFS.format(model=call.form.__name__)}
+    content = {"application/json": {"schema": schema}}
+    name = call.path.strip("/").replace("/", "_")
+
+    @app.post(
+        call.path,
+        name=name,
+        description=call.about,
+        openapi_extra={"requestBody": {"required": True, "content": content}},
+    )
+    async def answer(http: Request) -> Response:
+        body = await received(http, call.form)
+        model = model_of(body.model)
+        return await call.answer(body, model, http.state.caller, http.receive)
 
 
 def add_models(app: FastAPI, service: Service) -> None:
@@ -46,123 +164,17 @@ def add_models(app: FastAPI, service: Service) -> None:
         """The model of this name."""
         return JSONResponse(_card(service.served(name), name))
 
-    @app.post("/tokenize")
-    async def tokenize(body: Tokenize, http: Request) -> Response:
-        """The token ids of a prompt or of messages."""
-        model = service.decoder(body.model)
-        work = prepared(_caller(http), tokenized, body, model)
-        tokens = await attended(http.receive, work)
-        longest = model.backend.config.longest
-        return JSONResponse(
-            {"tokens": tokens, "count": len(tokens), "max_model_len": longest}
-        )
-
-    @app.post("/detokenize")
-    async def detokenize(body: Detokenize, http: Request) -> Response:
-        """The text of token ids."""
-        model = service.decoder(body.model)
-        config = model.backend.config
-        check_length(len(body.tokens), max(COUNTED, config.longest))
-        if any(not 0 <= token < config.vocab_size for token in body.tokens):
-            raise InvalidRequest(
-                f"tokens holds ids outside the vocabulary of {config.vocab_size}"
-            )
-        work = prepared(_caller(http), model.tokenizer.decode, body.tokens)
-        text = await attended(http.receive, work)
-        return JSONResponse({"prompt": text})
-
-
-def add_generation(app: FastAPI, service: Service) -> None:
-    """Routes of decoders."""
-    kept = ResponseStore()
-
-    @app.post("/v1/completions")
-    async def complete(body: Completion, http: Request) -> Response:
-        """Continue prompts."""
-        model, caller = service.decoder(body.model), _caller(http)
-        return await completions.complete(body, model, caller, http.receive)
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: Chat, http: Request) -> Response:
-        """Answer a conversation."""
-        model, caller = service.decoder(body.model), _caller(http)
-        return await chat_completions.chat(body, model, caller, http.receive)
-
-    @app.post("/v1/completions/render")
-    async def render(body: Completion, http: Request) -> Response:
-        """The token ids of prompts, for gateways."""
-        model = service.decoder(body.model)
-        return await completions.render(body, model, _caller(http), http.receive)
-
-    @app.post("/v1/chat/completions/render")
-    async def render_chat(body: Chat, http: Request) -> Response:
-        """The token ids of a conversation, for gateways."""
-        model = service.decoder(body.model)
-        caller = _caller(http)
-        return await chat_completions.render(body, model, caller, http.receive)
-
-    @app.post("/v1/responses")
-    async def respond(body: Responses, http: Request) -> Response:
-        """Answer a conversation with items."""
-        model, caller = service.decoder(body.model), _caller(http)
-        return await responses.respond(body, model, caller, http.receive, kept)
-
-    @app.post("/v1/messages")
-    async def message(body: Messages, http: Request) -> Response:
-        """Answer a conversation, in the form of Anthropic's API."""
-        model, caller = service.decoder(body.model), _caller(http)
-        return await messages.answer_messages(body, model, caller, http.receive)
-
-    @app.post("/v1/messages/count_tokens")
-    async def count_tokens(body: Messages, http: Request) -> Response:
-        """The number of tokens of a conversation."""
-        model, caller = service.decoder(body.model), _caller(http)
-        return await messages.count_tokens(body, model, caller, http.receive)
-
-
-def add_encoders(app: FastAPI, service: Service) -> None:
-    """Routes of encoders."""
-
-    @app.post("/v1/embeddings")
-    async def embed(body: Embedding, http: Request) -> Response:
-        """Embed texts."""
-        model = service.encoder(body.model)
-        work = embeddings.embed(body, model, _caller(http))
-        return JSONResponse(await attended(http.receive, work))
-
-    @app.post("/v1/score")
-    async def score(body: Score, http: Request) -> Response:
-        """Compare texts."""
-        model = service.encoder(body.model)
-        work = scores.score(body, model, _caller(http))
-        return JSONResponse(await attended(http.receive, work))
-
-    @app.post("/v1/rerank")
-    async def rerank(body: Rerank, http: Request) -> Response:
-        """Order documents by how well they go with a query."""
-        model = service.encoder(body.model)
-        work = scores.rerank(body, model, _caller(http))
-        return JSONResponse(await attended(http.receive, work))
-
-
-def _caller(http: Request) -> Caller:
-    return http.state.caller
-
 
 def _card(model: Served, name: str) -> dict[str, Any]:
     """What ``/v1/models`` says of a model by one of its names."""
     origin = {} if name == model.name else {"root": model.name}
-    if isinstance(model, TextModel):
-        longest = model.backend.config.longest
-        if model.parent is not None:
-            origin = {"root": model.adapters[name], "parent": model.parent}
-    else:
-        longest = model.encoder.max_length
+    if isinstance(model, TextModel) and model.parent is not None:
+        origin = {"root": model.adapters[name], "parent": model.parent}
     return {
         "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "jaxscale",
-        "max_model_len": longest,
+        "max_model_len": model.longest,
         **origin,
     }

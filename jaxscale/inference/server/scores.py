@@ -6,14 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive
 
 from jaxscale.inference.request import InvalidRequest
 from jaxscale.inference.server.calls import Caller, prepared
 from jaxscale.inference.server.schema.encoders import Rerank, Score
 from jaxscale.inference.server.served_encoder import ServedEncoder
+from jaxscale.inference.server.stream import attended
 
 
-async def score(body: Score, model: ServedEncoder, caller: Caller) -> dict[str, Any]:
+async def score(
+    body: Score, model: ServedEncoder, caller: Caller, receive: Receive
+) -> Response:
     """Answer ``/v1/score``.
 
     Raises:
@@ -31,8 +36,9 @@ async def score(body: Score, model: ServedEncoder, caller: Caller) -> dict[str, 
             "compare with all, or as many"
         )
     _check_number("text_2", second, caller)
-    scores, tokens = await _scores(first, second, model, caller, bool(body.truncate))
-    return {
+    run = _scores(first, second, model, caller, bool(body.truncate))
+    scores, tokens = await attended(receive, run)
+    content = {
         "id": f"score-{uuid.uuid4().hex}",
         "object": "list",
         "created": int(time.time()),
@@ -43,9 +49,12 @@ async def score(body: Score, model: ServedEncoder, caller: Caller) -> dict[str, 
         ],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
+    return JSONResponse(content)
 
 
-async def rerank(body: Rerank, model: ServedEncoder, caller: Caller) -> dict[str, Any]:
+async def rerank(
+    body: Rerank, model: ServedEncoder, caller: Caller, receive: Receive
+) -> Response:
     """Answer ``/v1/rerank``: the documents that go best with a query, the best first.
 
     Raises:
@@ -56,10 +65,11 @@ async def rerank(body: Rerank, model: ServedEncoder, caller: Caller) -> dict[str
     _check_number("documents", body.documents, caller)
     texts = [_text(i, document) for i, document in enumerate(body.documents)]
     queries = [body.query] * len(texts)
-    scores, tokens = await _scores(queries, texts, model, caller, bool(body.truncate))
+    run = _scores(queries, texts, model, caller, bool(body.truncate))
+    scores, tokens = await attended(receive, run)
     best = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
     shown = body.return_documents is not False
-    return {
+    content = {
         "id": f"rerank-{uuid.uuid4().hex}",
         "model": model.name,
         "results": [
@@ -72,6 +82,7 @@ async def rerank(body: Rerank, model: ServedEncoder, caller: Caller) -> dict[str
         ],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
+    return JSONResponse(content)
 
 
 async def _scores(

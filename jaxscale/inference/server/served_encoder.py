@@ -17,7 +17,7 @@ from jaxscale.inference.encoder.encoder import Encoder, Text
 from jaxscale.inference.engine.scheduler_output import Counts
 from jaxscale.inference.request import Overloaded
 from jaxscale.inference.server.backend import Load
-from jaxscale.inference.server.calls import Caller
+from jaxscale.inference.server.calls import Caller, check_length
 from jaxscale.inference.server.metrics import Metrics
 from jaxscale.inference.text_bound import TextBound
 
@@ -66,6 +66,11 @@ class ServedEncoder:
         self._thread.start()
 
     @property
+    def longest(self) -> int:
+        """Most tokens of a text."""
+        return self.encoder.max_length
+
+    @property
     def scores_pairs(self) -> bool:
         """Whether the model has a head that answers with one number."""
         head = self.encoder.model.head
@@ -101,7 +106,9 @@ class ServedEncoder:
 
         def of(text: Text) -> Text:
             if isinstance(text, list):
-                return text
+                if not truncate:
+                    check_length(len(text), encoder.max_length)
+                return text[: encoder.max_length]
             if isinstance(text, str):
                 return kept(text)
             return kept(text[0]), kept(text[1])

@@ -79,9 +79,10 @@ def load_labeled(config: DataConfig, records: Records | None = None) -> LabeledT
     """Read and tokenize records with labels, and number these.
 
     Records are held out by a hash of their file and line, or of their number. Texts
-    are truncated to ``config.seq_len`` tokens. Labels are numbered in their order: names by the
-    alphabet, integers by size. Lists of them are the labels of one text, and numbers
-    with a fraction, or lists of such, are to be predicted (`DataConfig.problem`).
+    are truncated to ``config.seq_len`` tokens. Labels are numbered in order: names
+    alphabetically, integers by size. Lists of them are several labels of one text, and
+    numbers with a fraction, or lists of these, are regression targets
+    (`DataConfig.problem`).
 
     Args:
         config: Paths, the fields of text and label, and the tokenizer.

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 import pydantic
 
-from jaxscale.inference.server.schema.body import Body, Part
+from jaxscale.inference.server.schema.body import Body, Items, Part
 from jaxscale.inference.server.schema.generation import GenerationBody
 
 
@@ -14,7 +14,7 @@ class Message(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Items[dict[str, Any]] | None = None
 
 
 class NamedFunction(Part):
@@ -42,7 +42,7 @@ class Chat(GenerationBody):
         "verbosity",
     }
 
-    messages: list[Message]
+    messages: Items[Message]
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
@@ -50,7 +50,7 @@ class Chat(GenerationBody):
     max_completion_tokens: int | None = None
     parallel_tool_calls: bool | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     top_logprobs: int | None = None
     include_reasoning: bool | None = None
     """False leaves the reasoning of the model out of the answer."""
@@ -64,8 +64,8 @@ class Tokenize(Body):
     """The body of ``/tokenize``: a prompt, or messages."""
 
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Items[Message] | None = None
+    tools: Items[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -75,4 +75,4 @@ class Tokenize(Body):
 class Detokenize(Body):
     """The body of ``/detokenize``."""
 
-    tokens: list[int]
+    tokens: Items[int]

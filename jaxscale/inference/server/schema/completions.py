@@ -1,12 +1,13 @@
 """The body of a call that continues prompts."""
 
+from jaxscale.inference.server.schema.body import Items
 from jaxscale.inference.server.schema.generation import GenerationBody
 
 
 class Completion(GenerationBody):
     """The body of ``/v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     add_special_tokens: bool | None = None
     best_of: int | None = None
     echo: bool | None = None

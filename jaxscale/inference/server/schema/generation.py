@@ -8,7 +8,7 @@ import pydantic
 
 from jaxscale.inference.request import Guide, SamplingParams
 from jaxscale.inference.schemas import lenient
-from jaxscale.inference.server.schema.body import Body, Part
+from jaxscale.inference.server.schema.body import Body, Items, Part
 from jaxscale.models.tokenizer import Tokenizer
 
 
@@ -48,7 +48,7 @@ class StructuredOutputs(Part):
 
     json_: dict[str, Any] | str | None = pydantic.Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
     """JSON without spaces and line breaks between its parts."""
@@ -79,17 +79,17 @@ class GenerationBody(Body):
     safety_identifier: str | None = None
     seed: int | None = None
     service_tier: str | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     store: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
     # Not of OpenAI's API.
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
     cache_salt: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     ignore_eos: bool | None = None
@@ -100,7 +100,7 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     structured_outputs: StructuredOutputs | None = None
     timeout: float | None = None
     top_k: int | None = None

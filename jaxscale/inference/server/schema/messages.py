@@ -4,7 +4,7 @@ import json
 from typing import Any, ClassVar, Literal
 
 from jaxscale.inference.request import InvalidRequest
-from jaxscale.inference.server.schema.body import Body, Part
+from jaxscale.inference.server.schema.body import Body, Items, Part
 from jaxscale.inference.server.schema.chat import Chat
 
 
@@ -12,7 +12,7 @@ class MessagesMessage(Part):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Items[dict[str, Any]]
 
 
 class MessagesToolChoice(Part):
@@ -34,16 +34,16 @@ class Messages(Body):
         }
     )
 
-    messages: list[MessagesMessage]
+    messages: Items[MessagesMessage]
     max_tokens: int | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Items[str] | None = None
     stream: bool | None = None
-    system: str | list[dict[str, Any]] | None = None
+    system: str | Items[dict[str, Any]] | None = None
     temperature: float | None = None
     tool_choice: MessagesToolChoice | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     top_k: int | None = None
     top_p: float | None = None
     # Not of Anthropic's API.

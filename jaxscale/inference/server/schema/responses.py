@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import pydantic
 
 from jaxscale.inference.request import InvalidRequest
-from jaxscale.inference.server.schema.body import Body, Part
+from jaxscale.inference.server.schema.body import Body, Items, Part
 from jaxscale.inference.server.schema.chat import Chat
 
 
@@ -61,7 +61,7 @@ class Responses(Body):
         }
     )
 
-    input: str | list[dict[str, Any]]
+    input: str | Items[dict[str, Any]]
     background: Literal[False] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -78,7 +78,7 @@ class Responses(Body):
     temperature: float | None = None
     text: TextOptions | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     top_logprobs: int | None = None
     top_p: float | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -92,7 +92,7 @@ class Responses(Body):
     priority: int | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     timeout: float | None = None
     top_k: int | None = None
 
