@@ -3,7 +3,7 @@
 Every row of a file is shown, ours and baselines alike, the fastest of a line in bold.
 The column before the times is that of the fastest baseline over our fastest: below 1
 the baseline wins. Then come our times, those of baselines, lower bounds, such as a
-product without its communication, which compete with neither, and params that follow
+matmul without its communication, which compete with neither, and params that follow
 from the case; params that all rows share stand under the table. Cases of one name are
 in the order of their numbers. Where PyTorch took less for a larger problem of its own,
 that is the time of the baseline here. The metric ``vs_torch`` is made from such times
@@ -44,7 +44,7 @@ BOUNDS = ("matmul_only", "comm_only", "ideal")
 """What no implementation of the whole can be faster than."""
 
 LESS_EXACT = ("fp8_mosaic_gpu", "fp8_xla")
-"""Products of rounded operands: rivals of each other, but of no product of the
+"""Matmuls of rounded operands: rivals of each other, but of no matmul of the
 operands themselves."""
 
 
