@@ -1,4 +1,4 @@
-"""The table of the README: one row per system, from the result files.
+"""The table of the README: a row a system, from the result files.
 
 A row adds up the times of its cases, ours and those of each rival that has all of them,
 and shows the rival that is fastest then. ``make tables`` writes it into the block

@@ -196,7 +196,7 @@ class LLM:
 
         Args:
             model: A decoder, on one device or split over the mesh axis `tensor`.
-            tokenizer: Tokenizer, for prompts and results as text.
+            tokenizer: For prompts and results as text.
             **options: The other arguments of `make_engine`.
         """
         self.tokenizer = tokenizer
@@ -221,8 +221,8 @@ class LLM:
             mesh: Devices to split the model over, with `rules`.
             rules: Sharding rules; None is `fsdp_tp` on a mesh.
             dtype: Type of the computation; by default that of the file.
-            quantization: Quantize the weights to ``"int8"`` or ``"fp8"`` with
-                `jaxscale.models.quantize`; None keeps those of the file.
+            quantization: Weights of 8 bits, ``"int8"`` or ``"fp8"``, as
+                `jaxscale.models.quantize` makes them; None keeps those of the file.
             **options: The other arguments of `make_engine`.
         """
         if rules is None:
@@ -238,7 +238,7 @@ class LLM:
                 f"path {path} holds an encoder, which does not generate; give it to "
                 "Encoder.from_pretrained"
             )
-        model = model.for_inference()  # and the loaded one is freed
+        model = model.for_inference()  # and what was loaded is gone
         return cls(model, Tokenizer.from_file(path), eos_ids=ends, **options)
 
     def generate(
@@ -253,14 +253,14 @@ class LLM:
         Args:
             prompts: Texts, with the beginning-of-sequence token prepended if the
                 model's files say so; or token ids, at least one each.
-            params: Sampling parameters for all, or one for each.
+            params: How to continue all, or one for each.
             progress: Show a progress bar; None shows one in a terminal or notebook.
 
         Raises:
             InvalidRequest: a prompt cannot be served; nothing is generated then.
             TypeError: a prompt is a single number.
-            ValueError: prompts are texts without a tokenizer, or `params` differ in
-                number from prompts.
+            ValueError: texts were given and there is no tokenizer, or `params` are not
+                as many as prompts.
         """
         ids = self._ids(prompts)
         if params is None or isinstance(params, SamplingParams):

@@ -55,7 +55,7 @@ class Linear(nnx.Module):
 
     quantization: Fp8 = None
     low_rank: Any = None
-    """A `jaxscale.nn.lora.LowRank`, whose output is added."""
+    """A `jaxscale.nn.lora.LowRank`, whose product is added."""
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ class Session:
         self.state: TrainState
         """Set by `train`: the trained model, on the mesh."""
         self.held_out_loss: float
-        """Set by `train`: in nats per token."""
+        """Set by `train`: in nats a token."""
         self.sparse_model: Decoder
         """Set by `prune`: the pruned model, which computes only what it keeps."""
 

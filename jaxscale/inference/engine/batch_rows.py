@@ -51,7 +51,7 @@ class Column(enum.IntEnum):
     PRESENCE = 11
     FREQUENCY = 12
     MIN_LENGTH = 13
-    """Tokens of prompt and completion before which no stop token may be sampled."""
+    """Tokens of prompt and completion before which no stop token may be drawn."""
     STOPS = 16
     """`NUM_STOPS` columns; -1 where there are fewer."""
     TABLE = 32

@@ -39,7 +39,7 @@ def measure_kv_scales(
 
     Args:
         model: A decoder.
-        tokens: Prompts to measure; None uses one of random tokens.
+        tokens: Prompts to measure; None takes one of random tokens.
 
     Returns:
         fp32, for `make_engine` or `Runner`.

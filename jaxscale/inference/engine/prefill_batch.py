@@ -40,11 +40,11 @@ class PrefillBatch(NamedTuple):
     cu_k: Any
     """[2 N + 1] boundaries in the keys."""
     slots: Any
-    """[N] slot of the token sampled after a chunk; S if none is."""
+    """[N] where the token that follows a chunk goes; S where none is drawn."""
 
     @staticmethod
     def sizes(tokens: int, keys: int, chunks: int) -> "PrefillBatch":
-        """The length of each part."""
+        """How long each part is."""
         bounds = 2 * chunks + 1
         return PrefillBatch(
             tokens, tokens, tokens, tokens, keys, bounds, bounds, chunks

@@ -47,7 +47,7 @@ class DecodePrograms:
     """The functions, with the structure of the parameters."""
 
     tree: Any
-    """Tree structure of the flat parameters."""
+    """Of the flat parameters."""
     num_chunks: int
     """N."""
     ngrams: tuple[int, int] = (1, 1)

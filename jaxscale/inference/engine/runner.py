@@ -63,22 +63,22 @@ _STATE = {
     "sample": (["logits", "slots", "counts"], ["slots", "counts"]),
     "prefill": (["params", "pages", "slots"], ["pages", "slots"]),
 }
-"""The parts of the state that a program takes before its inputs, and those that its
-first results replace."""
+"""What a program takes of the state before its inputs, and what its first results take
+the place of."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleInputs:
-    """Further inputs of the full sampler; None is the default."""
+    """What the full sampler needs besides the rows; None is nothing special."""
 
     counted: Sequence[int | None] = ()
     """The row of the counts of each row of the batch."""
     want_top: bool = False
-    """Report the most likely tokens."""
+    """Report the likeliest tokens."""
     masks: np.ndarray | None = None
-    """[B, V / 32] int32, one bit per allowed token; None is all."""
+    """[B, V / 32] int32, a bit for each token that may be drawn; None is all."""
     biases: Mapping[int, Mapping[int, float]] = dataclasses.field(default_factory=dict)
-    """Logit biases of tokens, by row."""
+    """By row, what is added to the logits of tokens."""
 
 
 class Runner:
@@ -319,13 +319,12 @@ class Runner:
             self.dispatch(("remember",), padded, np.array([row], np.int32))
 
     def decode(self, *, bucket: int, steps: int, drafts: int = 0) -> Array:
-        """Sample tokens for each live row of the bucket, [steps, B, 1 + drafts, 3].
+        """Draw tokens for each live row of the bucket, [steps, B, 1 + drafts, 3].
 
         Args:
             bucket: Rows that may be live.
-            steps: Maximum tokens per row, without draft tokens.
-            drafts: The number that `SchedulerConfig.drafts_of` returns, or 0 in one
-                step.
+            steps: Tokens that a row draws at most, apart from drafts.
+            drafts: As many as `SchedulerConfig.drafts_of` says, or none in one step.
         """
         (out,) = self.dispatch(
             _decode_key(bucket_of(bucket, self.buckets), steps, drafts)
@@ -338,7 +337,7 @@ class Runner:
         return self.logits
 
     def sample(self, logits: Array, inputs: SampleInputs) -> Array:
-        """Sample a token for each live row by all of its settings, [1, B, 1, 43]."""
+        """Draw a token for each live row by all of its settings, [1, B, 1, 43]."""
         bucket, none = len(logits), self.config.num_slots
         extra = np.full(bucket + 1, none, np.int32)
         extra[bucket] = inputs.want_top
@@ -490,7 +489,7 @@ class Runner:
         )
 
     def _neutral_inputs(self, bucket: int) -> tuple[None, Array, Array]:
-        """Neutral mask and bias, on the device, as inputs of `sample`."""
+        """Mask and bias that change nothing, on the device, as inputs of `sample`."""
         vocab = self.model_config.vocab_size
         mask = np.full((bucket, -(-vocab // 32)), 2**32 - 1, np.uint32)
         bias = np.full((bucket, MAX_BIASES, 2), vocab, np.int32)

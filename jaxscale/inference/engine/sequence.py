@@ -34,7 +34,7 @@ class Sequence:
     stops: frozenset[int]
     """Tokens that end it."""
     tokens: list[int]
-    """Prompt and completion, as known to the host."""
+    """Prompt and completion, as far as the host knows."""
     state: SequenceStatus = SequenceStatus.WAITING
     slot: int | None = None
     """Row on the device, after the end of the prompt."""

@@ -145,7 +145,7 @@ class TextModel:
     chat: ChatTemplate | None = None
     """The chat template; None where the model has none."""
     aliases: Sequence[str] = ()
-    """Other model names that requests may use."""
+    """Other names that calls may give."""
     tool_format: ToolFormat | None = None
     """Format of its tool calls; None where that is not known."""
     reasoning_format: ReasoningFormat | None = None

@@ -193,10 +193,10 @@ def text_model(
         name: Model name in requests.
         engine: Sizes of the engine.
         chat: How conversations are laid out and answered.
-        aliases: Other model names that requests may use.
-        eos_ids: EOS tokens besides the tokenizer's.
-        defaults: Settings of `SamplingParams` for what a request leaves out; logged at
-            the start.
+        aliases: Other names that calls may give.
+        eos_ids: Tokens that end a text, besides the tokenizer's.
+        defaults: Settings of `SamplingParams` where a call says nothing; the server
+            says them at its start.
 
     Raises:
         ValueError: sizes do not fit, or the template is malformed.

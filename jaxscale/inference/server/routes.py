@@ -107,7 +107,7 @@ def add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages")
     async def message(body: Messages, http: Request) -> Response:
-        """Answer a conversation, in the format of Anthropic's API."""
+        """Answer a conversation, in the form of Anthropic's API."""
         model, caller = service.decoder(body.model), _caller(http)
         return await messages.answer_messages(body, model, caller, http.receive)
 
