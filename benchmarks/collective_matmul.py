@@ -1,21 +1,21 @@
-"""Collective matrix products: ours, what bounds them, and every baseline.
+"""Collective matmuls: ours, their bounds, and every baseline.
 
 Sizes are those of an entire layer; each device multiplies ``1 / tp`` of it.
 
 - ``mosaic_gpu``: the fused kernel, tuned where the tables have an entry; ``untuned``:
   with the config of the heuristic. ``auto``: what ``implementation=None`` picks.
-- ``matmul_only``: the product alone, of cuBLAS or of our matmul (with its own config or
+- ``matmul_only``: the matmul alone, of cuBLAS or of our matmul (with its own config or
   with tiles of 128 x 320), whichever is fastest (``is_mosaic_gpu`` says);
   ``comm_only``: the same bytes written by a kernel that only copies. No overlap can
   beat both.
-- ``xla_nccl``: the collective and the product, one after the other; ``xla_lhs``: the
+- ``xla_nccl``: the collective and the matmul, one after the other; ``xla_lhs``: the
   same with XLA's latency-hiding scheduler; ``xla_ring``: our ring of ``ppermute``;
-  ``xla_windowed``: the collective product of XLA's partitioner (its windowed einsum),
+  ``xla_windowed``: the collective matmul of XLA's partitioner (its windowed einsum),
   from shardings alone.
-- ``jax_sample``: the all-gather product of `jax.experimental.pallas.ops.gpu`.
+- ``jax_sample``: the all-gather matmul of `jax.experimental.pallas.ops.gpu`.
 - ``fp8_mosaic_gpu``, ``fp8_xla``: the kernel and XLA on operands of 8 bits (E4M3, a
-  scale for each row), compared with the product of the rounded operands.
-- ``torch_nccl``, ``torch_async_tp``: PyTorch, one process a GPU.
+  scale for each row), compared with the matmul of the rounded operands.
+- ``torch_nccl``, ``torch_async_tp``: PyTorch, one process per GPU.
 
 ``overlap_efficiency`` is Flux's ``E = 1 - (t - t_mm) / (t_xla - t_mm)``: the share of
 the exposed communication that is hidden. Some layers move more than they compute and
@@ -64,7 +64,7 @@ from pallas_kernels.scaled_matmul import quantize_fp8
 
 
 DECODE_ROWS = (1, 4, 16, 64, 512)
-"""M of `matmul_all_reduce`, which serves decoding."""
+"""M of `matmul_all_reduce`, which serves decode."""
 
 MOST_ROWS_AT_ONCE = 128
 """Most rows of an exchange in one shot, which sends all of them to all devices."""
@@ -321,7 +321,7 @@ def workspace(params: Mapping[str, Any]) -> Workspace:
 
 
 def low_latency(handed_on: Workspace, x: jax.Array, w: jax.Array) -> Any:
-    """A product of XLA, and the exchange without a barrier."""
+    """A matmul of XLA, and the exchange without a barrier."""
     product = baselines.product(x, w)
     return low_latency_all_reduce(product, handed_on, axis_name=AXIS)
 

@@ -1,8 +1,8 @@
-"""Held-out loss of what changes the algorithm or its numbers, on equal bytes of text.
+"""Held-out loss of changes to algorithm and precision, on the same bytes of text.
 
 Small LLaMA-style models learn bytes of CPython's own library source and documentation
-(`benchmarks.workloads.byte_text`). All begin with the same seeds and read the same rows
-in the same order; what differs is
+(`benchmarks.workloads.byte_text`). All begin with the same seeds and read the same
+sequences in the same order; what differs is
 
 - ``serial``: serial blocks, full attention, AdamW: the baseline;
 - ``parallel``: attention and feed-forward network side by side, under one norm;
@@ -13,7 +13,7 @@ in the same order; what differs is
 
 of what MegaScale changes in the algorithm, and
 
-- ``bf16``, ``fp8``, ``fp8_tensorwise``: `serial` with products in bf16, and in fp8 with
+- ``bf16``, ``fp8``, ``fp8_tensorwise``: `serial` with matmuls in bf16, and in fp8 with
   a scale for each row or for each operand;
 - ``fp32``: the control, by which bf16 is as far off as trainings are that differ in
   roundings alone
@@ -138,7 +138,7 @@ class Arm:
     dtype: Any = None
     """Of the computation; None is bf16 where that is fast."""
     quantization: sharding.Fp8 = None
-    """Products in fp8."""
+    """Matmuls in fp8."""
 
 
 ARMS = {

@@ -1,7 +1,7 @@
 """DeBERTa's disentangled attention alone: a layer's scores with relative positions.
 
 From queries, keys and values of packed tokens and the projected tables of positions to
-the result, and in ``fwd_bwd`` to the gradients of all five; the products of contents
+the result, and in ``fwd_bwd`` to the gradients of all five; the matmuls of contents
 and positions are within the time. Lengths are uniform in [0.2 L, L]. Padded forms get
 their operands padded before they are timed; each ends by a gather of its valid rows,
 about a hundredth of its time, so that all give the same.
@@ -60,7 +60,7 @@ def buckets_of(params: Params) -> RelativeBuckets:
 
 
 def scale_of(params: Params) -> float:
-    """Of the three products together."""
+    """Of the three matmuls together."""
     return (3 * params["head_dim"]) ** -0.5
 
 

@@ -117,7 +117,7 @@ def transformers(name: str) -> Torch:
 
 
 def metrics(params: Params, seconds: float) -> dict[str, float]:
-    """Texts a second, and what `Encoder` computes of so many tokens."""
+    """Texts per second, and what `Encoder` computes of so many tokens."""
     plan = plan_rows(encoder.lengths_of(params).tolist(), 16384)
     return {
         "texts_per_second": params["batch"] / seconds,

@@ -218,7 +218,7 @@ def measure_with(makers: Makers, benchmark: Benchmark) -> Callable:
 
 
 def metrics(params: Params, seconds: float) -> dict[str, float]:
-    """Tokens a second, padding not counted."""
+    """Tokens per second, padding not counted."""
     return {"tokens_per_second": params["tokens"] / seconds}
 
 

@@ -1,20 +1,20 @@
 """What XLA fuses of a layer of BERT, and what the rest costs.
 
 ``python -m benchmarks.encoder_fusions``. ByteTransformer writes kernels by hand for
-bias + residual + norm and for bias + GELU behind a product; here the compiler is
+bias + residual + norm and for bias + GELU behind a matmul; here the compiler is
 expected to make them. For each, on packed tokens in bf16, device time and ``kernels``,
 how many a call launches:
 
 - ``xla``: left to the compiler.
 - ``separate``: a kernel for each step.
-- ``jaxscale``: products with their bias and activation by our kernel, as in our models.
+- ``jaxscale``: matmuls with their bias and activation by our kernel, as in our models.
 
 ``product`` is that of the case ``product_bias_gelu`` alone, what no fusion behind it
 can beat; ``product_bias_jax_gelu`` is the same with the function of jax. ``qkv`` are
 three products of one input with their biases, which XLA turns into one product and
 takes apart again; ``qkv_apart`` keeps it from doing so. ``layer`` is a whole layer with
 our attention, to weigh the others by, and ``layer_with_barriers`` the same with the
-products of one input kept apart and norms computed once.
+matmuls of one input kept apart and norms computed once.
 """
 
 import functools
@@ -81,12 +81,12 @@ def product(own: Callable) -> Piece:
 
 
 def qkv(own: Callable) -> Piece:
-    """Three products of one input and their biases."""
+    """Three matmuls of one input and their biases."""
     return lambda x, w: _three([x["residual"]] * 3, w)
 
 
 def qkv_apart(own: Callable) -> Piece:
-    """The same products of what the compiler takes for three inputs."""
+    """The same matmuls of what the compiler takes for three inputs."""
     return lambda x, w: _three(jax.lax.optimization_barrier([x["residual"]] * 3), w)
 
 

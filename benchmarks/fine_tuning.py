@@ -1,11 +1,11 @@
 """A step of fine-tuning an encoder to classify texts: ours packed, others padded.
 
-Forward pass, gradients, clipping and AdamW in one step, fp32 parameters and moments,
-bf16 computation, no dropout. Lengths are uniform in [0.2 L, L] as in
-`benchmarks.encoder`; tokens a second are those of texts. All begin with the same random
-weights and read the same batches, each twice; the error is that of the first two
-losses, before and after an update, against a padded model in fp32. ``memory_mb`` holds
-the moments, but not the parameters.
+Forward pass, gradients, clipping and AdamW in one step, fp32 parameters and optimizer
+state, bf16 computation, no dropout. Lengths are uniform in [0.2 L, L] as in
+`benchmarks.encoder`; tokens per second do not count padding. All begin with the same
+random weights and read the same batches, each twice; the error is that of the first two
+losses, before and after an update, against a padded model in fp32. ``memory_mb`` counts
+the optimizer state, but not the parameters.
 
 - ``jaxscale``: the step that `jaxscale.training.fit` makes, on one packed row.
 - ``jax_padded``: the same step of a model in plain JAX with cuDNN's attention.
@@ -196,7 +196,7 @@ class Steps:
         return training.TrainState.create(model, self.optimizer)
 
     def memory(self, leaves: Any, tokens: Any, labels: Any) -> float:
-        """Bytes of the moments and of what the step makes."""
+        """Bytes of the optimizer state and of what the step makes."""
         compiled = self.step.lower(self.state, self.batches[0]).compile()
         moments = jax.tree.leaves(self.state.opt_state)
         return timing.program_bytes(compiled) + sum(x.nbytes for x in moments)

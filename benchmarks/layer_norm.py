@@ -1,6 +1,6 @@
 """Layer norms of packed tokens, alone and as the end of a layer's block.
 
-Where `adds` is true a bias and a residual are added first, as behind a product:
+Where `adds` is true a bias and a residual are added first, as behind a matmul:
 ``norm(x + x_bias + residual)``.
 
 - ``mosaic_gpu``, ``xla``: `layer_norm`.

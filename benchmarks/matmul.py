@@ -1,4 +1,4 @@
-"""The plain matrix product: our Hopper kernel against cuBLAS by XLA (``dense``)."""
+"""The plain matmul: our Hopper kernel against cuBLAS by XLA (``dense``)."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A decoding step over a paged cache: ours, and attention to a contiguous cache.
+"""A decode step over a paged KV cache: ours, and attention to a contiguous cache.
 
 Every row has `context` tokens in the cache and one new token (or some: drafts), which
 our implementations append, in place. The baselines get keys and values that lie one
@@ -316,7 +316,7 @@ def torch_flash(params: Params) -> Callable[..., Any]:
 
 @functools.cache
 def copy_rate() -> float:
-    """Bytes a second that a copy on the device reads and writes."""
+    """Bytes per second that a copy on the device reads and writes."""
     count = 2**30 if timing.on_gpu() else 2**20
     x = jax.random.normal(jax.random.key(0), (count,), jnp.bfloat16)
     if timing.torch_is_there():

@@ -92,7 +92,7 @@ class Part:
 
     @property
     def multiplied(self) -> float:
-        """Share of the dense product that the tiles take."""
+        """Share of the dense matmul that the tiles take."""
         if self.dense:
             return 1.0
         return sum(self.counts) * self.tile / (self.shape[0] * self.shape[1])
@@ -221,7 +221,7 @@ def _read(found: Mapping[str, Any]) -> PrunedModel:
 
 
 def write(found: Mapping[str, Any]) -> None:
-    """Write the file, one matrix a line."""
+    """Write the file, one matrix per line."""
     head = {key: value for key, value in found.items() if key != "masks"}
     lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
     masks = []

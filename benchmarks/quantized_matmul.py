@@ -1,4 +1,4 @@
-"""Products with weights of 8 bits: our Hopper kernel, XLA, and the product in bf16.
+"""Matmuls with weights of 8 bits: our Hopper kernel, XLA, and the matmul in bf16.
 
 ``xla`` multiplies the same numbers, as XLA sees fit; ``dense`` (XLA, which calls
 cuBLAS) multiplies weights of bf16. ``read_gb_per_second`` is how fast the weight of 8
@@ -18,7 +18,7 @@ from pallas_kernels.quantized_matmul.specs import SPECS
 
 
 def case(name, m, n, k, weights, out="bfloat16"):
-    """A product of M tokens, N output features and K input features."""
+    """A matmul of M tokens, N output features and K input features."""
     return Case(name, {"M": m, "N": n, "K": k, "weights": weights, "out": out})
 
 
@@ -45,7 +45,7 @@ def quantized(name):
 
 
 def dense(params):
-    """The product with the weight in bf16."""
+    """The matmul with the weight in bf16."""
     out = jnp.dtype(params["out"])
     return lambda x, w, scale, wide: jnp.matmul(x, wide, preferred_element_type=out)
 
@@ -76,7 +76,7 @@ BENCHMARK = Benchmark(
     metrics=metrics,
     # Ours does not read the weight in bf16.
     read_bytes=lambda params: params["N"] * params["K"],
-    # The product in bf16 is that of other weights.
+    # The matmul in bf16 is that of other weights.
     max_rel_error=0.1,
     selectors={"rows": "M", "weights": "weights"},
 )

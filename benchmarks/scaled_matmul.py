@@ -1,12 +1,12 @@
-"""Products of fp8 operands: our Hopper kernel, cuBLASLt by XLA and by torch, and bf16.
+"""Matmuls of fp8 operands: our Hopper kernel, cuBLASLt by XLA and by torch, and bf16.
 
-Every implementation is compared with the fp32 product of the fp8 numbers and their
-scales. So what products in bf16, of the numbers before they were rounded, are off by is
+Every implementation is compared with the fp32 matmul of the fp8 numbers and their
+scales. So what matmuls in bf16, of the numbers before they were rounded, are off by is
 what rounding to fp8 costs.
 
 ``xla`` and ``torch_exact`` ask cuBLASLt for sums that are promoted, as the kernel's
 are; ``xla_fast`` and ``torch_fast`` leave them to the tensor cores. ``xla_fused`` hands
-both scales to cuBLASLt, which writes bf16 (one scale an operand only); ``xla`` is the
+both scales to cuBLASLt, which writes bf16 (one scale per operand only); ``xla`` is the
 public function. ``bf16_mosaic_gpu`` and ``bf16_dense`` (cuBLAS) multiply 16 bits.
 """
 
@@ -30,7 +30,7 @@ _LONG = {short: name for name, short in _SHORT.items()}
 
 
 def case(name: str, m: int, n: int, k: int, types: str, scales: str) -> Case:
-    """A product of M rows, N columns and K inputs, scaled by ``row`` or ``tensor``."""
+    """A matmul of M rows, N columns and K inputs, scaled by ``row`` or ``tensor``."""
     return Case(name, {"M": m, "N": n, "K": k, "types": types, "scales": scales})
 
 
@@ -133,7 +133,7 @@ def torch_scaled_mm(params: Params, *, fast: bool) -> Callable[..., Any]:
 
 
 def bf16(name: str) -> Jax:
-    """The product of 16 bits with one implementation."""
+    """The matmul of 16 bits with one implementation."""
     run = functools.partial(matmul, rhs_transposed=True, implementation=name)
     return Jax(lambda params: lambda a, b, a_scale, b_scale, x, w: run(x, w))
 
@@ -171,7 +171,7 @@ BENCHMARK = Benchmark(
     metrics=lambda params, s: {
         "tflops": 2 * params["M"] * params["N"] * params["K"] / s / 1e12
     },
-    # The product in bf16 is that of other numbers.
+    # The matmul in bf16 is that of other numbers.
     max_rel_error=0.1,
     selectors={"rows": "M", "scales": "scales"},
 )

@@ -18,7 +18,7 @@ of 504 tokens, or like those of ShareGPT.
 - ``torch_static``, ``torch_static_graphs``, ``torch_continuous``,
   ``torch_continuous_compile``: see `torch_serving`.
 
-A token: ``batch`` rows that have about ``context`` tokens each; the time of a step.
+A token: ``batch`` sequences of about ``context`` tokens each; the time of a step.
 ``read_gb_per_second`` is how fast weights, keys and values are read in it, by each
 device. Cases with ``weights`` have them in 8 bits, a byte each. With ``tp`` the model
 is split over so many GPUs: ``low_latency`` sums over them by the kernel without a
@@ -407,7 +407,7 @@ def _in_child(name: str) -> Custom:
 
 
 def metrics(params: Any, seconds: float) -> dict[str, float]:
-    """Of a step: tokens a second, and how fast memory is read."""
+    """Of a step: tokens per second, and how fast memory is read."""
     if "context" not in params:
         return {}
     config, batch = config_of(params), params["batch"]
@@ -458,7 +458,7 @@ class Bars:
     """Figures of `bars`."""
 
     throughput: float
-    """Tokens a second over those of static batching, where requests always wait."""
+    """Tokens per second over those of static batching, where requests always wait."""
     latency: float
     """Mean latency at half that load over that of the same requests alone."""
 

@@ -1,12 +1,12 @@
 """A tensor-parallel Transformer block: fused collectives against those of XLA.
 
 ``fwd`` and ``fwd_bwd`` are a block of LLaMA in training, its rows split over devices
-between the products (sequence parallelism): normalization, queries, keys and values
+between the matmuls (sequence parallelism): normalization, queries, keys and values
 (all-gather), rotary embedding, causal attention (cuDNN), output (reduce-scatter), and
 the MLP likewise. ``decode`` is a step of one token for each sequence against a cache:
-rows are on all devices, and the second product of each pair ends in an all-reduce.
+rows are on all devices, and the second matmul of each pair ends in an all-reduce.
 
-All forms are the same function; only ``implementation`` of the collective products
+All forms are the same function; only ``implementation`` of the collective matmuls
 differs: ``mosaic_gpu``, ``auto`` (None), ``xla_nccl`` (xla), ``xla_lhs`` (the same with
 XLA's latency-hiding scheduler), ``xla_ring``. `jaxscale.models` computes the same block
 with normalization scales and a residual stream in modules.
@@ -73,7 +73,7 @@ FORMS: Mapping[str, tuple[str | None, Mapping[str, Any]]] = {
     "xla_lhs": ("xla", LATENCY_HIDING),
     "xla_ring": ("xla_ring", {}),
 }
-"""Name to the implementation of the collective products and options of XLA."""
+"""Name to the implementation of the collective matmuls and options of XLA."""
 
 WEIGHTS = ("w_qkv", "w_out", "w_gate_up", "w_down")
 
@@ -172,7 +172,7 @@ def decoding_block(
 
 
 def weights(shape: Shape) -> dict[str, Operand]:
-    """Weights, whose first products are split by columns and second by rows."""
+    """Weights, whose first matmuls are split by columns and second by rows."""
     d, heads = shape.d_model, shape.num_heads * shape.head_dim
     sizes = {
         "w_qkv": (d, shape.qkv),
@@ -256,7 +256,7 @@ def sampled(results: Any) -> Any:
 
 
 def flops(params: Mapping[str, Any]) -> float:
-    """Operations of each device: useful ones, causal attention counts half."""
+    """FLOPs of each device: useful ones, causal attention counts half."""
     shape, batch, length = SHAPES[params["model"]], params["batch"], params["seq_len"]
     decodes = params["pass"] == "decode"
     tokens = batch if decodes else batch * length
@@ -273,7 +273,7 @@ def estimate(params: Mapping[str, Any]) -> float:
 
 
 def metrics(params: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    """Rate of useful operations of one device."""
+    """Useful FLOP/s of one device."""
     return {"tflops": flops(params) / seconds / 1e12}
 
 

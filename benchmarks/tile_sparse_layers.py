@@ -16,8 +16,8 @@ Times are those of all ``layers`` of the model that was pruned, one after anothe
 with an input of its own: blocks keep unequal shares, and the bits per byte are those of
 the model. Baselines take every layer alike: one is timed and counted as often.
 
-``matmul_only`` are the dense products alone. With the share of them that is ``kept``
-they say what a layer would take whose products ran at their rate: ``ideal_speed_up`` is
+``matmul_only`` are the dense matmuls alone. With the share of them that is ``kept``
+they say what a layer would take whose matmuls ran at their rate: ``ideal_speed_up`` is
 the time of the dense layer over that.
 """
 
@@ -256,7 +256,7 @@ def _int8(params: Params) -> products.Form:
 
 
 def _products(params: Params) -> products.Form:
-    """The products of the dense layer, each with an input of its own."""
+    """The matmuls of the dense layer, each with an input of its own."""
     if params["pass"] != "fwd":
         raise NotImplementedError("the products of the forward pass alone")
 
@@ -274,7 +274,7 @@ def _products(params: Params) -> products.Form:
 
 
 def _two_four(params: Params) -> products.Form:
-    """The layer in PyTorch, with products of cuSPARSELt."""
+    """The layer in PyTorch, with matmuls of cuSPARSELt."""
     if params["sparsity"] != 0.5:
         raise NotImplementedError("2:4 sparsity prunes 50%")
     if params["pass"] != "fwd":
@@ -337,7 +337,7 @@ def case(name: str, m: int, length: int, run: str = "fwd") -> Case:
 
 
 def cases() -> list[Case]:
-    """Prompts, steps of decoding and training, under every mask."""
+    """Prompts, decode steps and training, under every mask."""
     plain = [
         case("swiglu", 4096, 2048),
         case("block", 4096, 2048),
@@ -376,7 +376,7 @@ def _elsewhere(params: Params, seed: int, samples: int) -> Measurement:
 
 
 def measure(wanted: Sequence[Case], names: Sequence[str], samples: int) -> Any:
-    """As the products are measured."""
+    """As the matmuls are measured."""
     return products.measure(wanted, names, samples, FORMS)
 
 

@@ -1,4 +1,4 @@
-"""Products with the weights that pruning leaves, and with dense, 2:4 and int8 ones.
+"""Matmuls with the weights that pruning leaves, and with dense, 2:4 and int8 ones.
 
 ``python -m benchmarks.tile_sparse_matmul --case llama3_8b_up --rows 4096`` selects by
 layer and by the number of tokens.
@@ -12,11 +12,11 @@ baselines, dense, under 2:4 or with int8 weights.
 Times are those of the matrix in all ``layers`` of the model, one after another, since
 blocks keep unequal shares. ``sparsity`` is that of the whole model; what is ``kept`` of
 one kind of matrix may be more or less. A baseline takes every layer alike: one is timed
-and counted as often. ``ideal_speed_up`` is what the kept products would take at the
-rate of the dense product: one over ``kept``. Tiles of ``tew`` keep rows for the sake of
+and counted as often. ``ideal_speed_up`` is what the kept matmuls would take at the
+rate of the dense matmul: one over ``kept``. Tiles of ``tew`` keep rows for the sake of
 single weights: ``multiplied`` is what they have. Every implementation has operands of
 its own, as many sets of them as pass through the L2 cache twice, and is compared with
-the fp32 product of its own operands. Dense baselines get full random weights: zeros
+the fp32 matmul of its own operands. Dense baselines get full random weights: zeros
 would save power and flatter them. Ours read and write feature-major activations, as in
 a chain of layers.
 """
@@ -273,7 +273,7 @@ def compiled(form: Form) -> Compiled:
     """
     if form.torch and not timing.torch_is_there():
         raise NotImplementedError("torch with a GPU is not there")
-    # To try out the products of the definition would take longer than to run it once.
+    # To try out the matmuls of the definition would take longer than to run it once.
     options = {"xla_gpu_autotune_level": 0} if timing.on_gpu() else None
 
     def define(operands: tuple) -> Callable:
@@ -370,7 +370,7 @@ def measure(
     """Times the implementations of each case in turns, with pauses.
 
     The clock of a busy GPU falls within a tenth of a second: without pauses what runs
-    after a long product would look slow.
+    after a long matmul would look slow.
 
     Args:
         wanted: the cases.
@@ -420,7 +420,7 @@ def _timed(pending: Mapping[str, Future], samples: int) -> Results:
 
 
 def compare(params: Params, medians: Mapping[str, float]) -> Mapping[str, dict]:
-    """Speed-up over the best dense product of the same run, and the ideal one."""
+    """Speed-up over the best dense matmul of the same run, and the ideal one."""
     share = kept(parts_of(params))
     dense = [medians[name] for name in ("dense", "torch_dense") if name in medians]
     found = accuracy(params, medians)

@@ -4,8 +4,8 @@ Each implementation runs in a child process of this command, one after the other
 that none shares its memory. All begin with the same weights and read the same random
 tokens (`benchmarks.workloads.equal_llama`); all train fp32 parameters with AdamW in
 bf16, with gradient clipping. The time is the median wall time of a step that is
-awaited. Both conventions of model FLOP/s utilization count useful work only: 6 FLOPs a
-parameter and token plus attention, the whole matrix (`mfu_full`) or the causal half
+awaited. Both conventions of model FLOP/s utilization count useful work only: 6 FLOPs
+per parameter and token plus attention, the whole matrix (`mfu_full`) or the causal half
 (`mfu_causal`), over the dense bf16 peak of the data sheet of all GPUs.
 
 - ``jaxscale``: every layer compiled, nothing recomputed; attention by our kernel; over
@@ -13,12 +13,12 @@ parameter and token plus attention, the whole matrix (`mfu_full`) or the causal 
 - ``jaxscale_xla``: the same with XLA's collectives over `tensor`.
 - ``jaxscale_overlap``: ``jaxscale`` with XLA's flags of the preset `overlap`.
 - ``jaxscale_scan``: one layer compiled and looped over, which keeps the results of
-  matrix products and attention and computes the rest twice.
-- ``jaxscale_fp8``, ``jaxscale_fp8_tensorwise``: ``jaxscale`` with products in fp8 in
+  matmuls and attention and recomputes the rest.
+- ``jaxscale_fp8``, ``jaxscale_fp8_tensorwise``: ``jaxscale`` with matmuls in fp8 in
   the linear layers of the blocks, with a scale for each row or each operand. Their
   `mfu_full` and `mfu_causal` are over the peak of bf16 like all others; `mfu_fp8_full`
   and `mfu_fp8_causal` are the time that the data sheet asks for, over that of the step:
-  these products at twice the peak of bf16, attention and output projection at once.
+  these matmuls at twice the peak of bf16, attention and output projection at once.
 - ``plain_jax``: `benchmarks.rivals.plain_training`, without jaxscale: cuDNN's
   attention, XLA's collectives; no pipelines, no parts of rows, no packed rows.
 - ``plain_jax_overlap``: the same with these flags.
@@ -48,7 +48,7 @@ the host, and 4 GPUs of 80 GB in all layouts but GPipe's, ZeRO-1 and with a cont
 In a case with ``documents`` each row holds that many sequences of random lengths,
 which do not attend to each other: ours takes its varlen kernel, PyTorch `varlen_attn`
 over all rows laid end to end. Both utilizations take a row for one sequence there and
-so overstate attention: compare tokens a second.
+so overstate attention: compare tokens per second.
 """
 
 import dataclasses
@@ -412,7 +412,7 @@ def metrics(params: Any, seconds: float) -> dict[str, float]:
 def fp8_utilization(
     params: Mapping[str, Any], seconds: Sequence[float]
 ) -> dict[str, float]:
-    """The time of useful work at the peak of each product's type, over that of a step.
+    """The time of useful work at the peak of each matmul's type, over that of a step.
 
     Args:
         params: Of the case.
@@ -460,7 +460,7 @@ _8B = {
     "remat": "attention",
     "torch_memory_budget": 0.7,
 }
-"""Elementwise operations are computed twice, and in PyTorch what its compiler
+"""Elementwise operations are recomputed, and in PyTorch what its compiler
 chooses."""
 
 

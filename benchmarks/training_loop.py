@@ -1,4 +1,4 @@
-"""What `training.fit` costs beside its step: monitor, records, checkpoints.
+"""The overhead of `training.fit` over its step: monitor, records, checkpoints.
 
 All take the same steps of the same model on the same random rows, on as many devices as
 a case says:

@@ -45,7 +45,7 @@ BOUNDS = ("matmul_only", "comm_only", "ideal")
 """What no implementation of the whole can be faster than."""
 
 LESS_EXACT = ("fp8_mosaic_gpu", "fp8_xla")
-"""Products of rounded operands: rivals of each other, but of no product of the
+"""Matmuls of rounded operands: rivals of each other, but of no matmul of the
 operands themselves."""
 
 

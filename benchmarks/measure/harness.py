@@ -433,7 +433,7 @@ def _candidates(
         ]
     expected = None
     if benchmark.reference is not None:
-        # To try out its products would take longer than to run it once.
+        # To try out its matmuls would take longer than to run it once.
         options = {"xla_gpu_autotune_level": "0"} if timing.on_gpu() else None
         definition = jax.jit(benchmark.reference(case.params), compiler_options=options)
         with jax.default_matmul_precision("highest"):

@@ -8,7 +8,7 @@ all results of the last turn are outputs, so that nothing is hoisted, shared or 
 out. A call takes the next of several sets of operands, which together exceed the L2.
 
 Forms are lowered one after another and compiled in threads, a batch of problems at a
-time; those with a product of XLA, which times algorithms for it, one by one and while
+time; those with a matmul of XLA, which times algorithms for it, one by one and while
 nothing else uses the GPUs. Then the forms of a problem are timed in turns, each turn in
 another random order: the power and heat of a form slow the one after it, and with the
 same neighbor in every turn one form would look some percent slower than another. Forms
@@ -58,13 +58,13 @@ KERNEL = "@mosaic_gpu_v2"
 """What a program that holds one of our kernels says."""
 
 PRODUCT = "stablehlo.dot_general"
-"""What a program with a product of XLA's says."""
+"""What a program with a matmul of XLA's says."""
 
 CUBLAS_CHOOSES = {"xla_gpu_autotune_level": 0}
-"""Options of XLA under which cuBLAS itself chooses the algorithm of a product.
+"""Options of XLA under which cuBLAS itself chooses the algorithm of a matmul.
 
 By default XLA times several and keeps the fastest; at times neither it nor cuBLAS finds
-what the other does. Programs with such products are compiled both ways; the fastest
+what the other does. Programs with such matmuls are compiled both ways; the fastest
 counts.
 """
 

@@ -259,7 +259,7 @@ def load(path: pathlib.Path) -> Record:
 
 
 def dump(record: Record, path: pathlib.Path) -> None:
-    """Validate and write a result file, one row a line."""
+    """Validate and write a result file, one row per line."""
     validate(record)
     head = [f" {json.dumps(key)}: {json.dumps(record[key])}" for key in HEAD]
     rows = ",\n  ".join(json.dumps(row, allow_nan=False) for row in record["rows"])

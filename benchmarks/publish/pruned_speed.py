@@ -44,9 +44,9 @@ class Point:
     bits: float
     """Per held-out byte."""
     speed_up: float
-    """Over the best dense product, or the dense layer."""
+    """Over the best dense matmul, or the dense layer."""
     ideal: float | None
-    """The speed-up if what is kept ran at the rate of the dense products."""
+    """The speed-up if what is kept ran at the rate of the dense matmuls."""
     kept: float | None
     """Share of the weights of this layer that a mask keeps: less or more than of the
     whole model."""

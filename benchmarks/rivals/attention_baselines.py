@@ -300,7 +300,7 @@ def alibi_bias(spec: VarlenSpec) -> jax.Array:
 
 
 def padding_mask(spec: VarlenSpec) -> np.ndarray:
-    """Which keys the queries of a padded batch see: [B, 1, L, S]."""
+    """Which keys the queries of a padded batch attend to: [B, 1, L, S]."""
     len_q, len_k = (np.asarray(x) for x in (spec.lengths_q, spec.lengths_k))
     i = np.arange(padded_length(spec.lengths_q))[None, :, None]
     j = np.arange(padded_length(spec.lengths_k))[None, None, :]

@@ -46,8 +46,8 @@ def definition(window: Window, softcap: float | None, scale: float) -> Callable:
     """Attention of one sequence and key head in fp32, and its gradients.
 
     Args:
-        window: keys that are seen to the left and right of the diagonal; causal
-            attention sees none to the right.
+        window: keys attended to on the left and right of the diagonal; causal
+            attention has none on the right.
         softcap: bound on scores.
         scale: of scores.
 
@@ -104,7 +104,7 @@ def _definition_program(
     run = definition(window, softcap, dim**-0.5)
     with jax.default_matmul_precision("highest"):
         lowered = jax.jit(run).lower(*arguments, length, length)
-    # Trying out the products of many lengths would take longer than all else.
+    # Trying out the matmuls of many lengths would take longer than all else.
     options = {"xla_gpu_autotune_level": 0} if timing.on_gpu() else None
     return pool.submit(lowered.compile, options)
 

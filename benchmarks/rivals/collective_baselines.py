@@ -1,7 +1,7 @@
-"""What collective products are measured against, run on each device.
+"""What collective matmuls are measured against, run on each device.
 
-Bounds: the product alone and the communication alone (`push`, a kernel that does
-nothing but copy). Baselines: XLA, and the collective product among jax's own samples.
+Bounds: the matmul alone and the communication alone (`push`, a kernel that does
+nothing but copy). Baselines: XLA, and the collective matmul among jax's own samples.
 """
 
 import math
@@ -42,12 +42,12 @@ SAMPLE_CONFIGS = (
 
 
 def product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """The product alone; XLA calls cuBLAS."""
+    """The matmul alone; XLA calls cuBLAS."""
     return jnp.matmul(x, w)
 
 
 def xla_collective(kind: Kind) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Collective and product one after the other, as XLA runs them (NCCL, cuBLAS)."""
+    """Collective and matmul one after the other, as XLA runs them (NCCL, cuBLAS)."""
 
     def all_gather(x: jax.Array, w: jax.Array) -> jax.Array:
         return product(lax.all_gather(x, AXIS, axis=0, tiled=True), w)
@@ -68,12 +68,12 @@ def xla_collective(kind: Kind) -> Callable[[jax.Array, jax.Array], jax.Array]:
 def windowed(size: int) -> list[dict[str, Any]]:
     """Options of the compiler for ``xla_windowed``; the fastest count.
 
-    Products of the partitioner go around in parts, of any size; by default from
+    Matmuls of the partitioner go around in parts, of any size; by default from
     100,000 MiB on. XLA then gives the parts streams of their own, in a pass that
     unrolls the loop over them and counts its turns where it should count parts: with
     more than two devices parts are written over each other (jax 0.11.2). There the
     loop stays as the partitioner leaves it, with and without the pass that makes one
-    product of the two in a turn, which then has to wait for both.
+    matmul of the two in a turn, which then has to wait for both.
 
     Args:
         size: number of devices.
@@ -271,7 +271,7 @@ def _push(
 def jax_sample(
     x: jax.Array, w: jax.Array, *, wg: str, minor: str, width: int
 ) -> jax.Array:
-    """The all-gather product of `jax.experimental.pallas.ops.gpu`.
+    """The all-gather matmul of `jax.experimental.pallas.ops.gpu`.
 
     Args:
         x: [m,K] rows of this device.

@@ -1,4 +1,4 @@
-"""Encoders as one writes them in plain JAX: a padded batch, a mask, one step a line.
+"""Encoders as one writes them in plain JAX: a padded batch, a mask, one step per line.
 
 The baseline of `benchmarks.encoder`, and, with its switches, the steps from it to ours
 that ByteTransformer's paper reports. It reads the parameters of an `EncoderModel` and

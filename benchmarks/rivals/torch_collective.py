@@ -1,6 +1,6 @@
-"""The PyTorch baselines of `benchmarks.collective_matmul`, one process a GPU.
+"""The PyTorch baselines of `benchmarks.collective_matmul`, one process per GPU.
 
-``torch_nccl`` calls the collective and the product one after the other,
+``torch_nccl`` calls the collective and the matmul one after the other,
 ``torch_async_tp`` the fused operators of PyTorch's asynchronous tensor parallelism
 (``torch.ops.symm_mem``), which copy with the copy engine while they multiply. Each is
 timed as a series of calls and as a replay of one CUDA graph, and the faster counts.

@@ -1,8 +1,8 @@
 """The PyTorch model of `benchmarks.training`: LLaMA, its weights, its split over GPUs.
 
-The same architecture, shapes and weights as ours. Whole rows attend by SDPA (PyTorch
+The same architecture, shapes and weights as ours. Unpacked rows attend by SDPA (PyTorch
 picks cuDNN or FlashAttention); rows of several documents lie end to end in one, and
-attend by `varlen_attn` (FlashAttention). Query, key and value are one product, gate and
+attend by `varlen_attn` (FlashAttention). Query, key and value are one matmul, gate and
 up another. Over `tensor` PyTorch's own parallel styles (DTensor) split the model as
 ours is: heads, hidden features and vocabulary inside, tokens between the blocks; a
 parallel block gathers and scatters once. Over `fsdp` it is FSDP2.

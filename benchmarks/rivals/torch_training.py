@@ -1,4 +1,4 @@
-"""The PyTorch baseline of `benchmarks.training`, one process a GPU, tuned honestly.
+"""The PyTorch baseline of `benchmarks.training`, one process per GPU, tuned honestly.
 
 fp32 parameters and Adam moments, bf16 computation, the fused AdamW. One GPU compiles
 the whole model under autocast; several compile each block, FSDP2 casts and gathers

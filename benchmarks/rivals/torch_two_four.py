@@ -1,6 +1,6 @@
 """A feed-forward network and a block of LLaMA in PyTorch, with 2:4 weights.
 
-Products are those of cuSPARSELt, each with its fastest algorithm; what lies between
+Matmuls are those of cuSPARSELt, each with its fastest algorithm; what lies between
 them is compiled, and SDPA attends. Weights are [out, in], one of every two pairs zero.
 
 Legend: B batch, T tokens of a row, M tokens, D model, F hidden, N query heads, K

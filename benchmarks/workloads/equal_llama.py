@@ -1,7 +1,7 @@
 """The LLaMA that every implementation of `benchmarks.training` trains.
 
 Its sizes, its weights and its batches are functions of a seed, made with numpy alone:
-each process makes what it needs, so that no file of weights has to travel. Weights have
+each process makes what it needs, so that no file of weights is copied. Weights have
 the names, the shapes and the layout of jaxscale's: kernels are [in, out], layers are
 stacked.
 """

@@ -5,7 +5,7 @@
 The engine runs with a device that takes no time: rows go on to their limits. All slots
 are taken, thousands of requests wait, those that end are replaced, and every token goes
 to its client with its log-probability. A step is everything between two dispatches:
-commands, plan, changes of rows, results, outputs. Times are of the processor, so that
+commands, plan, changes of rows, results, outputs. Times are CPU times, so that
 those that others take from it do not count.
 """
 

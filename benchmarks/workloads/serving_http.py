@@ -39,23 +39,23 @@ class Round:
     seconds: float
     """From the first request to the last answer."""
     server_cpu: float
-    """Seconds of processor time of the process that has engine and server."""
+    """Seconds of CPU time of the process that has engine and server."""
     client_cpu: float = 0.0
-    """Seconds of processor time of the client."""
+    """Seconds of CPU time of the client."""
     events: int = 0
     """Parts of all streams."""
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
 
 def make_bodies(requests: int, prompt: int, output: int, seed: int = 0) -> Bodies:
-    """Calls of ``/v1/completions`` whose answers have half to one and a half `output`.
+    """``/v1/completions`` requests of half to one and a half times `output` tokens.
 
     Args:
-        requests: Number of calls.
+        requests: Number of requests.
         prompt: Tokens of each prompt.
         output: Mean tokens of an answer.
         seed: Of tokens and lengths.
@@ -254,7 +254,7 @@ class Comparison:
     """The server against `LLM`."""
 
     throughput: float
-    """Tokens a second over those of `LLM`, of the best rounds."""
+    """Tokens per second over those of `LLM`, of the best rounds."""
     cpu: float
     """Processor time a token over that of `LLM`, of the cheapest rounds."""
 
@@ -311,7 +311,7 @@ def compare(
 
 
 def _cpu(found: Round) -> float:
-    """Microseconds of the processor a token."""
+    """Microseconds of CPU time per token."""
     return 1e6 * found.server_cpu / found.tokens
 
 

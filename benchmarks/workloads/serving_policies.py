@@ -3,8 +3,8 @@
 All are ours and run the same engine on the same random weights; they differ in when a
 request may join:
 
-- `continuous`: at the next token.
-- `static`: a batch is formed of those that wait, its shape is fixed, and the next one
+- `continuous`: at the next decode step.
+- `static`: a batch is formed of those that wait, its shape is fixed, and the next
   begins when its longest request has ended. With a window it waits for more, as
   "dynamic batching" does; with a batch of one it is serial execution.
 - `concurrent`: every request has an instance of the model's state of its own, and all

@@ -7,7 +7,7 @@ processes: cold, and warm with the programs of the first run in a folder.
 
 With a GPU that is the start as it is, but for reading weights. Without one programs are
 compiled for an H200 by the plugin that `tests.compiled` describes, one after the other,
-so that the seconds of each are its own, and without XLA's trials of products, which
+so that the seconds of each are its own, and without XLA's trials of matmuls, which
 need a GPU; and warm, programs are found and read but cannot be loaded. ``cpu`` is what
 one after the other takes where the machine has nothing else to do.
 """

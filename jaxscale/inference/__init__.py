@@ -1,4 +1,4 @@
-"""Text generation (sampling, batched decoding), serving, and encoding of texts."""
+"""Text generation with continuous batching, serving, and encoding of texts."""
 
 from jaxscale.inference.encoder.encode_plan import EncodePlan
 from jaxscale.inference.encoder.encoder import Encoder

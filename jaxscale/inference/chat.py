@@ -1,9 +1,9 @@
-"""Conversations as prompts: the chat template of a model, rendered and encoded.
+"""Chat templates: conversations rendered and encoded as prompts.
 
-The template comes with the model, the messages come from strangers. So the template
-runs in a process of its own with bounded time and memory (`templates`), and what looks
-like a control token in a message stays text: only those that the template writes become
-control tokens.
+The template comes with the model, and the messages are untrusted. So the template runs
+in a separate process with bounded time and memory (`templates`), and anything that
+looks like a control token in a message stays text: only those that the template writes
+become control tokens.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxscale.models.tokenizer import Tokenizer
 
 
 type Message = Mapping[str, Any]
-"""A message in OpenAI's form: role, content, perhaps tool_calls and others."""
+"""A message in OpenAI's format: role, content, optionally tool_calls and others."""
 
 _END_WITHIN = "within"
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # no characters, by definition
@@ -28,7 +28,7 @@ _MAX_DEPTH = 32
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """Lays out conversations for one model.
+    """The chat template of one model.
 
     Example:
         >>> tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=260)
@@ -41,10 +41,10 @@ class ChatTemplate:
     """
 
     tokenizer: Tokenizer
-    """Encodes, and may bring the template."""
+    """Tokenizer, which may have the template."""
     template: str | Sequence[Mapping[str, str]] | None = None
-    """Jinja source, or several with their names: ``"tool_use"`` where there are tools,
-    otherwise ``"default"``. None takes that of the tokenizer."""
+    """Jinja source, or several by name: ``"tool_use"`` if there are tools, otherwise
+    ``"default"``. None takes the tokenizer's."""
 
     def __post_init__(self) -> None:
         found = self.template or self.tokenizer.chat_template
@@ -65,12 +65,12 @@ class ChatTemplate:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """Format of the calls of tools in texts, as far as the template tells."""
+        """Format of tool calls in texts, as far as the template shows it."""
         return self._format  # type: ignore[attr-defined]
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """Format of the reasoning in texts, as far as the template tells."""
+        """Format of the reasoning in texts, as far as the template shows it."""
         return self._reasoning  # type: ignore[attr-defined]
 
     def render(
@@ -86,13 +86,14 @@ class ChatTemplate:
         """The prompt as text.
 
         Args:
-            messages: The conversation, in OpenAI's form.
-            tools: Functions that the model may call, in OpenAI's form.
-            tool_choice: ``"none"`` shows the template no tools; a name shows it one.
-            add_generation_prompt: End with what begins an answer.
-            continue_final_message: End within the last message, which is to be
-                continued; instead of `add_generation_prompt`.
-            variables: More that the template may ask for, such as ``enable_thinking``.
+            messages: The conversation, in OpenAI's format.
+            tools: Functions that the model may call, in OpenAI's format.
+            tool_choice: ``"none"`` passes no tools to the template; a name passes that
+                tool only.
+            add_generation_prompt: End with the beginning of an answer.
+            continue_final_message: End within the last message, to continue it; instead
+                of `add_generation_prompt`.
+            variables: Further template variables, such as ``enable_thinking``.
 
         Raises:
             ValueError: a message is malformed, the template refuses the conversation,
@@ -113,7 +114,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         check: Callable[[str], None] | None = None,
     ) -> list[int]:
-        """The prompt as token ids; other arguments are those of `render`.
+        """The prompt as token ids; other arguments are as for `render`.
 
         A name of a control token in a message is encoded in two parts, as text.
 
@@ -124,7 +125,7 @@ class ChatTemplate:
             add_generation_prompt: As for `render`.
             continue_final_message: As for `render`.
             variables: As for `render`.
-            check: Raises where the text is too long to be tokenized.
+            check: Function that raises if the text is too long to be tokenized.
         """
         end = _END_WITHIN if continue_final_message else add_generation_prompt
         text, mark = self._render(messages, tools, tool_choice, end, variables or {})
@@ -145,7 +146,7 @@ class ChatTemplate:
         end: bool | str,
         variables: Mapping[str, Any],
     ) -> tuple[str, str]:
-        """The text, and what marks the places where it must be cut."""
+        """The text, and the mark of the places where it must be split."""
         within = end == _END_WITHIN
         given = {
             "messages": [_message(i, m) for i, m in enumerate(_listed(messages))],
@@ -153,7 +154,7 @@ class ChatTemplate:
             "variables": dict(variables),
         }
         if "developer" not in "".join(self._templates.values()):  # type: ignore[attr-defined]
-            # What OpenAI's newer clients call the system; templates would drop it.
+            # OpenAI's newer name of the system role; templates would drop it.
             for message in given["messages"]:
                 if message["role"] == "developer":
                     message["role"] = "system"
@@ -248,10 +249,10 @@ def _call(where: str, call: Any) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """The object that a call was given, as templates expect it.
+    """The arguments of a call as an object, as templates expect it.
 
-    What a model wrote that is none, or none that can be written again, stays as it is:
-    templates get it as a text that they write without quotes.
+    Malformed arguments of a model, or ones that cannot be serialized again, stay as
+    they are: templates get them as text that they write without quotes.
     """
     try:
         found = json.loads(text)
@@ -270,7 +271,7 @@ def _unused_mark(given: Any) -> str:
 
 
 class _Guard:
-    """Marks where text must be cut so that no part of it names a control token."""
+    """Marks where text must be split so that no part of it names a control token."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -302,7 +303,7 @@ class _Guard:
         return text
 
     def _edges(self, text: str, mark: str) -> str:
-        """A name may be begun in a message and completed by the template."""
+        """A name may begin in a message and be completed by the template."""
         most = range(1, min(self._longest, len(text) + 1))
         ends = any(text[-k:] in self._firsts for k in most)
         begins = any(text[:k] in self._lasts for k in most)

@@ -1,8 +1,8 @@
-"""Masks of tokens for texts that must follow a schema, a pattern or a choice.
+"""Guided decoding: token masks for a JSON schema, a regular expression or a choice.
 
-The work is done by `llguidance`, an optional dependency
-(extra ``infer``): an Earley parser over the bytes of all tokens,
-which takes microseconds a mask. Here are the bounds that strangers' grammars need.
+It wraps `llguidance`, an optional dependency (extra ``infer``): an Earley parser over
+the bytes of all tokens, which takes microseconds per mask. This module adds the limits
+that untrusted grammars need.
 """
 
 import collections
@@ -28,19 +28,19 @@ from jaxscale.models.tokenizer import Tokenizer
 
 _CACHED_BYTES = 2**28
 _MAX_PENDING = 64
-_CLIENT_PENDING = 32  # of one client, so that it leaves room for others
+_CLIENT_PENDING = 32  # per client, so that it leaves room for others
 _LEAST_BYTES = 2**15  # of a grammar in the cache, however small
-_BYTES_A_CHARACTER = 64  # of the text of a guide, for what is made of it
-# Lexers write no more than this while they compile: what takes long may be large.
+_BYTES_A_CHARACTER = 64  # per character of a guide, estimated size of its result
+# Limit of what lexers write while they compile: slow ones may be large.
 _BYTES_A_SECOND = 2**28
 # A twentieth of the default, in which `a{900000}` took 90 MB and half a second.
 _LEXER_FUEL = 50_000
-# Without a bound a model may write spaces until its tokens are used up.
+# Without a limit a model may write spaces until its tokens are used up.
 _SPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 
 
 class Matcher:
-    """The place of one continuation in its grammar.
+    """The state of one completion in its grammar.
 
     It belongs to one thread at a time. A token that the grammar does not allow, or a
     grammar that gets too complex, sets `error` for good.
@@ -50,37 +50,37 @@ class Matcher:
         self._matcher = matcher
 
     def accept(self, tokens: Sequence[int]) -> bool:
-        """Go on by drawn tokens; False where they are not allowed, see `error`."""
+        """Advance by sampled tokens; False if they are not allowed, see `error`."""
         return all(self._matcher.consume_token(token) for token in tokens)
 
     @property
     def finished(self) -> bool:
-        """True where nothing but the end of the text can follow."""
+        """True if only the end of the text can follow."""
         return self._matcher.is_stopped()
 
     @property
     def complete(self) -> bool:
-        """True where the text may end."""
+        """True if the text may end here."""
         return self._matcher.is_accepting()
 
     @property
     def error(self) -> str | None:
-        """The message of the failure, None while all is well."""
+        """The error message, None if there is none."""
         return _words(self._matcher.get_error()) or None
 
     def copy(self) -> "Matcher":
-        """Another one at the same place, for another continuation."""
+        """A copy in the same state, for another completion."""
         return Matcher(self._matcher.deep_copy())
 
 
 def fill_masks(
     matchers: Sequence[tuple[Matcher, int]], masks: Int32[np.ndarray, "B words"]
 ) -> None:
-    """Write which tokens may come next, on several threads.
+    """Write the masks of allowed next tokens, on several threads.
 
     Args:
-        matchers: Each with its row of `masks`.
-        masks: One bit for each token, 32 in a word, the lowest first; other rows stay.
+        matchers: Matchers, each with its row of `masks`.
+        masks: One bit per token, 32 in a word, the lowest first; other rows stay.
     """
     if matchers:
         pairs = [(matcher._matcher, row) for matcher, row in matchers]
@@ -98,7 +98,7 @@ class _Entry:
 
 
 class GrammarCache:
-    """Compiled grammars, bounded in bytes; who fills it makes room for the others.
+    """A cache of compiled grammars, bounded in bytes and fair between clients.
 
     Example:
         >>> cache = GrammarCache(100)
@@ -110,10 +110,10 @@ class GrammarCache:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        """Empty.
+        """Start empty.
 
         Args:
-            most_bytes: Of all grammars, as far as they can be estimated.
+            most_bytes: Maximum estimated bytes of all grammars.
         """
         self._most, self._lock = most_bytes, threading.Lock()
         self._entries: collections.OrderedDict[Guide, _Entry]
@@ -122,11 +122,11 @@ class GrammarCache:
 
     @property
     def size(self) -> int:
-        """Bytes of all."""
+        """Estimated bytes of all grammars."""
         return self._sizes.total()
 
     def get(self, guide: Guide) -> Matcher | None:
-        """What was made of a guide, None where it is not here."""
+        """The compiled guide, None if it is not cached."""
         with self._lock:
             found = self._entries.get(guide)
             if found is None:
@@ -135,13 +135,13 @@ class GrammarCache:
             return found.matcher
 
     def put(self, guide: Guide, matcher: Matcher, *, owner: str, size: int) -> None:
-        """Keep what was made of a guide; the oldest of who has most make room.
+        """Cache a compiled guide; the oldest ones of the largest client are evicted.
 
         Args:
-            guide: Whose.
-            matcher: At the beginning.
-            owner: The client that asked first.
-            size: Bytes.
+            guide: The guide.
+            matcher: Its matcher, in the initial state.
+            owner: The client that requested it first.
+            size: Estimated bytes.
         """
         with self._lock:
             if size > self._most or guide in self._entries:
@@ -156,7 +156,7 @@ class GrammarCache:
 
 
 class GrammarCompiler:
-    """Makes matchers of guides, on threads of its own, and keeps the last ones.
+    """Compiles guides to matchers, on its own threads, with a cache.
 
     Example:
         >>> tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=260)
@@ -183,15 +183,15 @@ class GrammarCompiler:
         """Read the vocabulary.
 
         Args:
-            tokenizer: Of the model.
-            vocab_size: V, tokens that the model knows; at least those of the tokenizer.
-            eos_ids: Tokens that end a text, at least one.
-            threads: That compile.
-            seconds: Most time from `submit` to an answer.
+            tokenizer: Tokenizer of the model.
+            vocab_size: V, vocabulary size of the model; at least that of the tokenizer.
+            eos_ids: End-of-sequence tokens, at least one.
+            threads: Number of compiler threads.
+            seconds: Time limit from `submit` to a result.
 
         Raises:
-            ValueError: the tokenizer has more tokens than the model, or nothing ends a
-                text.
+            ValueError: the tokenizer has more tokens than the model, or there is no
+                end-of-sequence token.
             ImportError: llguidance is not installed.
         """
         if tokenizer.vocab_size > vocab_size:
@@ -221,11 +221,11 @@ class GrammarCompiler:
         """Compile on another thread.
 
         Args:
-            guide: What to compile.
-            client: Who asks: none fills the queue or the cache for all.
+            guide: The guide to compile.
+            client: Name of the client, so that none can fill the queue or the cache.
 
         Returns:
-            A future of a matcher at the beginning, or of `InvalidRequest` where the
+            A future of a matcher in its initial state, or of `InvalidRequest` if the
             guide is malformed, too complex, matches nothing or takes too long.
 
         Raises:
@@ -261,11 +261,11 @@ class GrammarCompiler:
         return answer
 
     def compile(self, guide: Guide, client: str = "") -> Matcher:
-        """A matcher at the beginning; as `submit`, but waits for it."""
+        """A matcher in its initial state; as `submit`, but blocking."""
         return self.submit(guide, client).result()
 
     def close(self) -> None:
-        """End the threads once they are done."""
+        """End the threads when they are done."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _kept(self, guide: Guide, client: str) -> Matcher:
@@ -287,8 +287,8 @@ class GrammarCompiler:
             raise InvalidRequest(f"the {guide.kind} is malformed: {error}") from error
         matcher = library(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
-            # Lexers keep some of their work for later: what is too complex, and what
-            # allows no token at all, is found at the first step.
+            # Lexers work lazily: too complex ones, and those that allow no token at
+            # all, are found at the first step.
             mask = np.frombuffer(matcher.compute_bitmask(), "<i4")
             words = np.flatnonzero(mask)
             if not len(words) and not matcher.is_error():
@@ -313,7 +313,7 @@ class GrammarCompiler:
         if guide.kind == "regex":
             return library.grammar_from_regex(guide.text)
         if guide.kind == "choice":
-            # A grammar of choices has a row for each, of which 2,000 are the most.
+            # A grammar of choices has a row for each, at most 2,000.
             return library.grammar_from_regex("|".join(map(re.escape, guide.choices)))
         schema = guide.text if guide.kind == "json_schema" else '{"type": "object"}'
         if not isinstance(json.loads(schema), dict | bool):
@@ -331,7 +331,7 @@ class GrammarCompiler:
 def _answer(
     future: concurrent.futures.Future[Any], result: Any, error: Exception | None
 ) -> None:
-    """Give an answer, unless there is one."""
+    """Set the result, unless there is one."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         if error is None:
             future.set_result(result)

@@ -1,4 +1,4 @@
-"""A model that continues prompts, for scripts and notebooks."""
+"""Text generation for scripts and notebooks."""
 
 import collections
 import dataclasses
@@ -52,7 +52,7 @@ from jaxscale.sharding.rules import REPLICATED, AxisRules, fsdp_tp
 
 
 GREEDY = SamplingParams(temperature=0.0)
-"""The most likely token, always."""
+"""Greedy decoding."""
 
 _RETRY_SECONDS = 0.01
 
@@ -67,21 +67,21 @@ def make_engine(
     kv_scales: np.ndarray | None = None,
     quiet: bool = False,
 ) -> Engine:
-    """An engine for `model`, compiled, not yet started.
+    """A compiled engine for `model`, not started yet.
 
     Args:
         model: A decoder, on one device or split over the mesh axis `tensor`.
-        tokenizer: For text and stop strings.
-        config: Sizes.
-        eos_ids: Tokens that end a continuation, besides the tokenizer's.
-        compiler: For guided requests.
-        kv_scales: [L, 2, K], of keys and values in fp8; see `measure_kv_scales`, which
-            finds those that are not given.
-        quiet: Say nothing of memory and compilation.
+        tokenizer: Tokenizer, for detokenization and stop strings.
+        config: Engine settings.
+        eos_ids: End-of-sequence tokens, besides the tokenizer's.
+        compiler: Compiler of guides, for guided requests.
+        kv_scales: [L, 2, K], scales of an fp8 KV cache; by default measured by
+            `measure_kv_scales`.
+        quiet: Do not print memory and compilation.
 
     Raises:
         ValueError: sizes do not fit the model or the device, or there are `kv_scales`
-            for pages that are not in fp8.
+            for a KV cache that is not fp8.
     """
     config = config or EngineConfig()
     ends = list(eos_ids)
@@ -114,19 +114,19 @@ def follow(
     kv_scales: np.ndarray | None = None,
     quiet: bool = False,
 ) -> None:
-    """Run what the engine of process 0 plans, until it is closed.
+    """Execute the plans of process 0's engine, until it is closed.
 
-    Where a model is split over the devices of several processes, all but the first call
-    this, with the arguments that the first gives `make_engine` or `LLM`.
+    If a model is split over the devices of several processes, all but the first call
+    this, with the arguments that the first passes to `make_engine` or `LLM`.
 
     Args:
         model: The same decoder, on a mesh of all devices.
-        config: Sizes.
+        config: Engine settings.
         kv_scales: As for `make_engine`.
-        quiet: Say nothing of memory and compilation.
+        quiet: Do not print memory and compilation.
 
     Raises:
-        HostLost: process 0 has ended, does not answer, or its engine has failed.
+        HostLost: process 0 has ended, does not respond, or its engine has failed.
         ValueError: sizes do not fit, or differ from those of process 0.
     """
     config = config or EngineConfig()
@@ -171,8 +171,7 @@ def _make_runner(
 def _compile(runner: Runner, config: EngineConfig, quiet: bool) -> None:
     """Compile all programs, with a progress bar."""
     cache = None
-    # On several hosts XLA waits for what the others find out as they compile, so all
-    # have to compile, or none.
+    # On several hosts XLA exchanges autotuning results, so all must compile, or none.
     if config.program_cache is not None and not hosts.spans_hosts(runner.devices):
         cache = ProgramCache(config.program_cache, runner.devices)
     total = len(runner.inputs())
@@ -181,10 +180,10 @@ def _compile(runner: Runner, config: EngineConfig, quiet: bool) -> None:
 
 
 class LLM:
-    """A decoder that continues prompts, for scripts and notebooks.
+    """A decoder with an engine, for scripts and notebooks.
 
-    Requests join and leave the batch at every token, so prompts and continuations of
-    any lengths go together.
+    With continuous batching requests join and leave the batch at every token, so
+    prompts and completions of any lengths run together.
 
     Example:
         >>> from flax import nnx
@@ -254,13 +253,13 @@ class LLM:
         kv_scales: np.ndarray | None = None,
         quiet: bool = False,
     ) -> "LLM":
-        """The model, tokenizer and end-of-text tokens of a directory.
+        """Load model, tokenizer and end-of-sequence tokens from a directory.
 
         Args:
             path: A Hugging Face directory, the name of a model on the Hugging Face hub,
                 or the output directory of a run, whose newest checkpoint is taken.
             mesh: Devices to split the model over, with `rules`.
-            rules: The table of the recipe; None is `fsdp_tp` on a mesh.
+            rules: Sharding rules; None is `fsdp_tp` on a mesh.
             dtype: Type of the computation; by default that of the file.
             quantization: Weights of 8 bits, ``"int8"`` or ``"fp8"``, as
                 `jaxscale.models.quantize` makes them; None keeps those of the file.
@@ -306,10 +305,10 @@ class LLM:
         lora: str | Sequence[str | None] | None = None,
         progress: bool | None = None,
     ) -> list["Generation"]:
-        """Continuations of `prompts`, in their order.
+        """Completions of `prompts`, in their order.
 
         Args:
-            prompts: Texts, before which comes the token that begins texts, if the
+            prompts: Texts, with the beginning-of-sequence token prepended if the
                 model's files say so; or token ids, at least one each.
             params: How to continue all, or one for each.
             lora: Name of the adapter that continues all, or one for each; None is the
@@ -351,10 +350,10 @@ class LLM:
         progress: bool | None = None,
         **options: Any,
     ) -> list["Generation"]:
-        """Answers to conversations, in their order; calls of tools are in their texts.
+        """Answers to conversations, in their order; tool calls are in their texts.
 
         Args:
-            conversations: One, a list of messages in OpenAI's form; or a list of them.
+            conversations: One list of messages in OpenAI's format, or a list of them.
             params: As for `generate`.
             chat_template: Jinja template to use instead of the model's.
             lora: As for `generate`.
@@ -363,7 +362,7 @@ class LLM:
                 template, such as ``{"enable_thinking": False}``.
 
         Raises:
-            ValueError: as `generate`; also where there is no tokenizer or no template.
+            ValueError: as `generate`; also if there is no tokenizer or no template.
         """
         if self.tokenizer is None:
             raise ValueError("conversations need a tokenizer; give one to LLM")
@@ -398,7 +397,7 @@ class LLM:
     def _run(
         self, requests: Sequence[Request], advance: Callable[[], None]
     ) -> dict[str, "Generation"]:
-        """All requests, some of them at a time so that the queue never overflows."""
+        """Run all requests, some at a time so that the queue never overflows."""
         config = self.engine.scheduler.config
         outputs: queue.SimpleQueue[list[Output] | EngineDead] = queue.SimpleQueue()
         waiting = collections.deque(requests)
@@ -408,7 +407,7 @@ class LLM:
         try:
             while waiting or running:
                 free = min(2 * config.num_slots - len(running), len(waiting))
-                # After a refusal one by one, until there is room again.
+                # After a rejection one by one, until there is room again.
                 chosen = [waiting.popleft() for _ in range(1 if refused else free)]
                 running |= {request.id: request.params.n for request in chosen}
                 refused = self._submit(chosen, outputs.put)
@@ -440,7 +439,7 @@ class LLM:
         }
 
     def _submit(self, requests: Sequence[Request], sink: Sink) -> list[Request]:
-        """Submit requests to one tick; those for which the queue has no room."""
+        """Submit requests for one step; returns those that the queue rejects."""
         refused = []
         admitted = [self.engine.admit(request, sink) for request in requests]
         for request, future in zip(requests, admitted, strict=True):
@@ -453,23 +452,23 @@ class LLM:
 
 @dataclasses.dataclass(kw_only=True)
 class Generation:
-    """A prompt and its continuations."""
+    """A prompt and its completions."""
 
     prompt: Sequence[int]
     """Token ids."""
     params: SamplingParams
-    """How it was continued."""
+    """Its completions."""
     continuations: dict[int, Output] = dataclasses.field(default_factory=dict)
-    """By their index, 0 to n - 1, each with all of its tokens and text."""
+    """Completions by index, 0 to n - 1, each with all of its tokens and text."""
 
     @property
     def text(self) -> str:
-        """The text of the first continuation."""
+        """The text of the first completion."""
         return self.continuations[0].text
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens of the first continuation, the one that stopped it included."""
+        """The tokens of the first completion, including the one that stopped it."""
         return self.continuations[0].tokens
 
 
@@ -481,26 +480,26 @@ def generate(
     sampling: SamplingParams = GREEDY,
     eos_id: int | Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Continuations of `prompts`, by an engine that is made for them alone.
+    """Completions of `prompts`, by an engine made for this call.
 
     Every call compiles; keep an `LLM` for more than one.
 
     Args:
         model: A decoder, on one device or on a mesh.
-        prompts: Token ids, at least one a prompt.
-        max_new_tokens: Most tokens to draw for a prompt.
-        sampling: How to draw; with a seed, that of each prompt is one higher than that
-            of the prompt before.
-        eos_id: Token that ends a continuation, or several of which any does.
+        prompts: Token ids, at least one per prompt.
+        max_new_tokens: Maximum number of tokens to generate per prompt.
+        sampling: Sampling parameters; a seed is incremented by one for each further
+            prompt.
+        eos_id: End-of-sequence token, or several.
 
     Returns:
-        The drawn tokens of each prompt, without the prompt and without the token that
-        ended them.
+        The generated tokens of each prompt, without the prompt and the end-of-sequence
+        token.
 
     Raises:
         TypeError: a prompt is a number or a text, and not a sequence of token ids.
-        ValueError: a prompt is empty or holds an id outside the vocabulary, or prompt
-            and continuation are longer than the model can continue.
+        ValueError: a prompt is empty or has an id outside the vocabulary, or prompt and
+            completion exceed the model's limit.
         FloatingPointError: logits were not finite.
 
     Example:
@@ -541,7 +540,7 @@ _IDS = "pass a list of lists of token ids, as in generate(model, [[1, 2, 3]])"
 
 
 def _check_ids(prompts: Any) -> None:
-    """Raise where `prompts` are no sequence of sequences of ids."""
+    """Raise if `prompts` are not a sequence of sequences of ids."""
     if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
         raise TypeError(
             f"prompts are texts, expected token ids; {_IDS}, or use "
@@ -551,7 +550,7 @@ def _check_ids(prompts: Any) -> None:
 
 
 def _check_sequences(prompts: Any) -> None:
-    """Raise where a prompt is a single number."""
+    """Raise if a prompt is a single number."""
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, str) and np.ndim(prompt) == 0:
             raise TypeError(

@@ -1,4 +1,4 @@
-"""What a model writes for itself before it answers, told from the answer."""
+"""The reasoning of a model, separated from its answer."""
 
 from typing import Literal
 
@@ -6,16 +6,16 @@ from jaxscale.checks import check_choice
 
 
 type ReasoningFormat = Literal["qwen3", "deepseek_r1"]
-"""Form of the reasoning in a text: that of Qwen3, within ``<think>`` and ``</think>``
-where there is any, or that of DeepSeek-R1, up to ``</think>``, which every text has."""
+"""Format of the reasoning in a text: Qwen3's, optional, within ``<think>`` and
+``</think>``, or DeepSeek-R1's, always present, up to ``</think>``."""
 
 _OPEN, _CLOSE = "<think>", "</think>"
 TAIL = 12
-"""Last tokens of a prompt, in which its template may begin to reason, or end it."""
+"""Last tokens of a prompt, in which its template may begin or end the reasoning."""
 
 
 class ReasoningParser:
-    """Tells the reasoning at the beginning of a text from the rest, while it comes.
+    """Separates the reasoning at the beginning of a text from the rest, in a stream.
 
     Example:
         >>> parser = ReasoningParser("qwen3")
@@ -26,7 +26,7 @@ class ReasoningParser:
     """
 
     def __init__(self, format: ReasoningFormat, *, prompt: str = "") -> None:
-        """Begin without text.
+        """Start without text.
 
         Args:
             format: How the model writes it.
@@ -35,12 +35,12 @@ class ReasoningParser:
         check_choice("reasoning format", format, ReasoningFormat)
         opened, closed = prompt.rfind(_OPEN), prompt.rfind(_CLOSE)
         self._inside = opened > closed or (format == "deepseek_r1" and closed < 0)
-        # Whether the text may yet begin to reason: not behind a word of its answer.
+        # Whether reasoning may still begin: not after a word of the answer.
         self._begins = self._inside or closed < 0
         self._waiting = ""
 
     def add(self, text: str) -> tuple[str, str]:
-        """What is certain by now: reasoning, and the rest."""
+        """The reasoning and the rest that are certain so far."""
         self._waiting += text
         if self._begins:
             start = self._waiting.lstrip()
@@ -70,7 +70,7 @@ class ReasoningParser:
 
 
 def detect_reasoning(template: str) -> ReasoningFormat | None:
-    """The form of reasoning that a chat template knows, None where it knows none.
+    """The reasoning format of a chat template, None if it has none.
 
     Example:
         >>> detect_reasoning("{{ content.split('</think>')[-1] }}")

@@ -1,7 +1,7 @@
-"""Requests to the serving engine, and the outputs that clients get.
+"""Requests to the inference engine, and the outputs for clients.
 
-Everything here is checked when it is made, so that nothing a client can send reaches
-the loop that all requests share. No module of the policy (`request`, `slots`,
+Everything here is checked when it is constructed, so that nothing invalid from a client
+reaches the loop that all requests share. No module of the policy (`request`, `slots`,
 `block_pool`, `fair_queue`, `scheduler`) imports jax.
 """
 
@@ -18,34 +18,34 @@ from jaxscale.checks import check_choice
 
 
 type FinishReason = Literal["stop", "length", "aborted", "timeout", "error"]
-"""Reason for the end of a continuation: a token or string that stops it, the most
-tokens, the client, its deadline, or logits that were not finite."""
+"""Finish reason of a completion: a stop token or string, the maximum length, abort by
+the client, its deadline, or logits that were not finite."""
 
 type GuideKind = Literal["json_schema", "json_object", "regex", "choice"]
-"""Kinds of constraints on a continuation."""
+"""Kinds of guided decoding."""
 
 MAX_SAMPLES = 128
-"""Most continuations of one request."""
+"""Maximum number of completions per request."""
 MAX_LOGPROBS = 20
-"""Most alternatives whose log-probabilities are reported for a token."""
+"""Maximum number of alternatives with log-probabilities per token."""
 MAX_BIASES = 300
-"""Most tokens of a request that have a bias."""
+"""Maximum number of tokens with a bias per request."""
 MAX_BAD_TOKENS = 16_384
-"""Most tokens of all the sequences that a request must not draw."""
+"""Maximum total tokens of the forbidden sequences of a request."""
 MAX_STOPS = 16_384
-"""Most stop strings of a request, and most stop tokens."""
+"""Maximum number of stop strings, and of stop tokens, per request."""
 MAX_STOP_CHARACTERS = 2**20
-"""Most characters of all stop strings of a request together."""
+"""Maximum total characters of a request's stop strings."""
 MAX_STOP_LENGTH = 4096
-"""Most characters of one of them."""
+"""Maximum characters of one stop string."""
 MAX_GUIDE_CHARACTERS = 2**20
-"""Most characters of a schema, a pattern, or all choices together."""
+"""Maximum characters of a schema, a pattern, or all choices together."""
 
 
 def _real(
     name: str, value: Any, low: float, high: float, *, above: bool = False
 ) -> None:
-    """Raise where a value is no finite number from `low` to `high`; NaN is none."""
+    """Raise unless a value is a finite number from `low` to `high`; NaN is not."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number:
         raise ValueError(f"{name} {value!r} must be a number")
@@ -59,7 +59,7 @@ def _real(
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise where a value is no integer from `low` to `high`; True is none."""
+    """Raise unless a value is an integer from `low` to `high`; True is not."""
     integer = isinstance(value, int) and not isinstance(value, bool)
     if not integer or value < low or (high is not None and value > high):
         most = "" if high is None else f" and at most {high}"
@@ -67,7 +67,7 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
 
 
 def _ids(name: str, values: Iterable[Any]) -> tuple[int, ...]:
-    """Token ids as integers of Python; numpy's are taken, True is not."""
+    """Token ids as Python integers; numpy's are accepted, True is not."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise ValueError(f"{name} {values!r} must be a sequence of token ids")
     ids = []
@@ -119,7 +119,7 @@ class InvalidRequest(ValueError):
 
 
 class Overloaded(RuntimeError):
-    """The queue is full; HTTP 429. `retry_after` is in seconds."""
+    """The waiting queue is full; HTTP 429. `retry_after` is in seconds."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
@@ -127,16 +127,16 @@ class Overloaded(RuntimeError):
 
 
 class EngineDead(RuntimeError):
-    """The engine has failed and serves nobody any more; HTTP 503."""
+    """The engine has failed and serves no requests; HTTP 503."""
 
 
 class Draining(RuntimeError):
-    """The engine finishes what it has and takes nothing new; HTTP 503."""
+    """The engine finishes accepted requests and takes no new ones; HTTP 503."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Guide:
-    """A constraint on the text of a continuation.
+    """A constraint on the text of a completion (guided decoding).
 
     Example:
         >>> Guide(kind="choice", choices=("yes", "no")).text
@@ -148,9 +148,9 @@ class Guide:
     text: str = ""
     """The JSON schema, as JSON, or the regular expression."""
     choices: Sequence[str] = ()
-    """The texts of which the continuation is one."""
+    """The allowed texts of the completion."""
     compact: bool = False
-    """JSON without spaces and line breaks between its parts."""
+    """Compact JSON, without spaces and line breaks between its parts."""
 
     def __post_init__(self) -> None:
         check_choice("guided", self.kind, GuideKind)
@@ -173,7 +173,7 @@ class Guide:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Settings that a request's continuations are drawn with, and what ends them.
+    """Sampling parameters of a request's completions, and their stop conditions.
 
     Example:
         >>> SamplingParams(temperature=0.0, max_tokens=8).greedy
@@ -185,52 +185,54 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    """Logits are divided by it; 0 always takes the most likely token."""
+    """Sampling temperature; 0 is greedy."""
     top_k: int | None = None
-    """Draw among this many most likely tokens; None for all."""
+    """Sample from the k most likely tokens; None is all."""
     top_p: float = 1.0
-    """Draw among the fewest most likely tokens whose probabilities reach it."""
+    """Nucleus sampling: sample from the fewest most likely tokens whose probabilities
+    reach it."""
     min_p: float = 0.0
-    """Draw among tokens at least this likely, relative to the most likely one."""
+    """Sample from tokens at least this likely, relative to the most likely one."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens that prompt or
-    continuation hold; 1 changes nothing."""
+    """Divides positive logits, and multiplies negative ones, of tokens in prompt or
+    completion; 1 is off."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the continuation holds; -2 to 2."""
+    """Subtracted from the logits of tokens in the completion; -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted as often as the continuation holds the token; -2 to 2."""
+    """Subtracted once per occurrence of the token in the completion; -2 to 2."""
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    """Added to the logits of single tokens; -100 to 100, for 300 tokens at most."""
+    """Added to the logits of single tokens; -100 to 100, for at most 300 tokens."""
     seed: int | None = None
-    """Decides what is drawn, whatever else runs; None for another each time."""
+    """Random seed; the result does not depend on other requests. None is random."""
     n: int = 1
-    """Continuations to draw, which share the pages of the prompt."""
+    """Number of completions, which share the KV cache of the prompt."""
     logprobs: int | None = None
-    """Report the log-probability of each drawn token and of this many most likely ones;
-    None reports nothing."""
+    """Report the log-probability of each sampled token and of this many most likely
+    ones; None reports nothing."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt, the first excepted."""
+    """The same for the tokens of the prompt, except the first."""
     max_tokens: int | None = None
-    """Most tokens to draw; 0 only computes the prompt; None draws what the model has
-    room for."""
+    """Maximum number of tokens to generate; 0 only computes the prompt; None is the
+    model's limit."""
     min_tokens: int = 0
-    """Tokens to draw before any that stops the continuation may be drawn."""
+    """Minimum number of tokens before a stop token may be sampled."""
     stop: str | Sequence[str] = ()
-    """Strings that end the text when they appear in it."""
+    """Stop strings, which end the text when they appear in it."""
     include_stop: bool = False
     """True: the text ends with the stop string; False: just before it."""
     stop_token_ids: Sequence[int] = ()
-    """Tokens that end the continuation, besides those of the model."""
+    """Stop tokens, besides those of the model."""
     ignore_eos: bool = False
-    """Go on after the model's own end-of-text tokens."""
+    """Ignore the model's own end-of-sequence tokens."""
     skip_special_tokens: bool = True
     """Leave control tokens out of the text."""
     guided: Guide | None = None
-    """Constraint on the text."""
+    """Guided decoding: a constraint on the text."""
     allowed_token_ids: Sequence[int] | None = None
-    """The only tokens that may be drawn, also of those that end a text; None is all."""
+    """The only tokens that may be sampled, end-of-sequence tokens included; None is
+    all."""
     bad_token_ids: Sequence[Sequence[int]] = ()
-    """Sequences of tokens of which none may be completed."""
+    """Token sequences that must not occur."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -297,14 +299,14 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True where the most likely token is always taken."""
+        """True for greedy decoding."""
         return self.temperature == 0
 
     @functools.cached_property
     def needs_sampler(self) -> bool:
-        """True where drawing needs more than a temperature: the full sampler.
+        """True if sampling needs more than a temperature: the full sampler.
 
-        Before `min_tokens` are drawn it is needed too, to bar the tokens that stop.
+        Before `min_tokens` are sampled it is needed too, to mask stop tokens.
         """
         return (
             self.top_p < 1
@@ -320,7 +322,7 @@ class SamplingParams:
 
     @property
     def masked(self) -> bool:
-        """True where what may be drawn depends on what has been drawn."""
+        """True if the allowed tokens depend on the sampled ones."""
         return (
             self.guided is not None
             or self.allowed_token_ids is not None
@@ -330,7 +332,7 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt to be continued.
+    """A prompt to complete.
 
     Example:
         >>> Request(prompt=[1, 2, 3]).prompt
@@ -340,9 +342,9 @@ class Request:
     prompt: Sequence[int]
     """Token ids, at least one; kept as a tuple."""
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
-    """Names the request until it has ended; 1 to 256 characters."""
+    """Id of the request until it has ended; 1 to 256 characters."""
     params: SamplingParams = SamplingParams()
-    """Settings of the continuations."""
+    """Sampling parameters."""
     priority: int = 0
     """Requests of a higher priority run first and are preempted last."""
     client: str = ""
@@ -350,14 +352,14 @@ class Request:
     lora: str | None = None
     """Name of the adapter that continues the prompt; None is the model itself."""
     salt: str = ""
-    """Requests share cached prompts with those of the same salt only, and cannot learn
-    from the clock what others have asked."""
+    """The prefix cache is shared only between requests of the same salt, so timing
+    reveals nothing about other prompts."""
     arrival: float = 0.0
-    """Time of arrival, in seconds of the clock that `Scheduler.plan` is given."""
+    """Time of arrival, in seconds of the scheduler's clock."""
     deadline: float | None = None
-    """Time to give up at, by the same clock."""
+    """Deadline, by the same clock."""
     echo: bool = False
-    """True: the client wants the prompt before the continuation."""
+    """True: return the prompt before the completion."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _ids("prompt", self.prompt))
@@ -384,11 +386,11 @@ class Request:
             _real("deadline", self.deadline, -math.inf, math.inf)
 
     def check(self, *, vocab_size: int, max_len: int) -> None:
-        """Check what depends on the model.
+        """Check the limits of a model.
 
         Args:
-            vocab_size: Tokens that the model knows.
-            max_len: Most tokens of prompt and continuation together.
+            vocab_size: Vocabulary size of the model.
+            max_len: Maximum tokens of prompt and completion together.
 
         Raises:
             InvalidRequest: a token is outside the vocabulary, or there is no room.
@@ -418,7 +420,7 @@ class Request:
                 f"top_k {params.top_k} exceeds the vocabulary of {vocab_size}; leave "
                 "it out to draw from all tokens"
             )
-        # A request that may draw as much as it likes still draws something.
+        # A request without a limit still generates something.
         wanted = params.max_tokens
         least = max(1, params.min_tokens) if wanted is None else wanted
         if len(self.prompt) + least > max_len:
@@ -430,7 +432,7 @@ class Request:
             )
 
     def limit(self, max_len: int) -> int:
-        """Tokens of prompt and continuation at which the latter ends."""
+        """Tokens of prompt and completion at which the latter ends."""
         if self.params.max_tokens is None:
             return max_len
         return len(self.prompt) + self.params.max_tokens
@@ -438,19 +440,19 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """The log-probability of a token, and those of the likeliest in its place."""
+    """Log-probabilities of a token and of the most likely ones at its position."""
 
     token: int
-    """The token that stands there."""
+    """The token at this position."""
     logprob: float
     """Log-probability of the token, in nats."""
     top: tuple[tuple[int, float], ...] = ()
-    """Tokens and log-probabilities, the likeliest first."""
+    """Tokens and log-probabilities, the most likely first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """News for a client of one of the continuations of its request.
+    """New output of one of the completions of a request.
 
     Example:
         >>> parts = [(5, 6), (7,)]
@@ -462,32 +464,32 @@ class Output:
     request: str
     """The id of the request."""
     index: int
-    """Number of the continuation, 0 to n - 1."""
+    """Index of the completion, 0 to n - 1."""
     tokens: tuple[int, ...] = ()
     """Tokens since the last output."""
     text: str = ""
     """Text since the last output."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `tokens` where they were asked for."""
+    """One for each of `tokens`, if requested."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    """Once, where they were asked for: None for the first token, then one each."""
+    """Once, if requested: None for the first token, then one for each."""
     finish: FinishReason | None = None
-    """Reason for its end; None while it goes on."""
+    """Finish reason; None while it runs."""
     stop: str | int | None = None
     """The stop string or token that ended it."""
     cached_tokens: int = 0
-    """Tokens of the prompt that were found in the cache."""
+    """Prompt tokens found in the prefix cache."""
     error: str | None = None
-    """Message of the failure, for the reason ``"error"``."""
+    """Error message, for the reason ``"error"``."""
     blames_request: bool = False
-    """Whether the failure is the request's own: its guide allows no token."""
+    """Whether the error is the request's: its guide allows no token."""
 
 
 def joined(outputs: Iterable[Output]) -> list[Output]:
-    """The same news with one output for each continuation.
+    """The same outputs, merged to one per completion.
 
     Args:
-        outputs: Of one request, in the order in which they came.
+        outputs: Outputs of one request, in order.
 
     Example:
         >>> first, second = (Output(request="a", index=0, text=t) for t in ("to", "be"))

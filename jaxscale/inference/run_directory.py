@@ -1,8 +1,8 @@
-"""Models of the output directories of training runs, ready for inference.
+"""Models from output directories of training runs, for inference.
 
-A run is read by what wrote it. So this is the one file of `jaxscale.inference` that
-imports training and pruning, and it does so when a run is read: what serves other
-models never loads them.
+A run is read by the code that wrote it. So this is the only file of
+`jaxscale.inference` that imports training and pruning, and only when a run is read:
+serving other models never loads them.
 """
 
 import dataclasses
@@ -65,16 +65,16 @@ def load_run(
     quantization: Quantization | None = None,
     tensor_parallel: TensorParallel = None,
 ) -> Decoder | EncoderModel:
-    """The model of a checkpoint; a pruned decoder computes only what it keeps.
+    """The model of a checkpoint; a pruned decoder gets sparse layers.
 
     Args:
         directory: Output directory of the run.
-        mesh: The devices; None is the first one alone.
-        rules: Mesh axes that split it.
+        mesh: The devices; None is the first device only.
+        rules: Sharding rules.
         dtype: Type of the computation; None is that of the run.
         step: Step of the checkpoint; None is the newest.
-        sparse: Compute only what a decoder keeps that was pruned tile-wise.
-        quantization: Weights of 8 bits of a decoder; None keeps those of the run.
+        sparse: Use sparse layers for a decoder that was pruned tile-wise.
+        quantization: Quantize the weights of a decoder to 8 bits; None keeps them.
         tensor_parallel: Communication of the model, whatever it was during the run.
 
     Raises:

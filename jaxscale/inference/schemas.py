@@ -1,4 +1,4 @@
-"""JSON schemas of strangers, as grammars can follow them."""
+"""Untrusted JSON schemas, reduced to what grammars can enforce."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ _FORMATS = frozenset(
         "unknown",
     ]
 )
-# Look-around and references back are not regular.
+# Look-around and back-references are not regular.
 _IRREGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<|\(\?P=")
 _OPEN = _IGNORED - {"contains", "not", "unevaluatedProperties", "unevaluatedItems"}
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -49,14 +49,14 @@ _MOST_DEPTH = 128
 
 
 def lenient(schema: Any) -> tuple[Any, list[str]]:
-    """A schema without what no grammar can enforce, and the names of that.
+    """A schema without unsupported parts, and the names of these.
 
     Args:
         schema: A JSON schema.
 
     Returns:
-        The schema that is left, which allows at least the same values; and keywords,
-        formats as ``format=NAME``, each once.
+        The reduced schema, which allows at least the same values; and the removed
+        keywords, formats as ``format=NAME``, each once.
 
     Raises:
         ValueError: it nests too deep.
@@ -72,7 +72,7 @@ def lenient(schema: Any) -> tuple[Any, list[str]]:
         for key, value in part.items():
             name = None
             if key in _IGNORED:
-                # What bars nothing is no loss.
+                # A keyword without effect is no loss.
                 name = "" if key in _OPEN and value in (False, {}) else key
             elif key == "format" and value not in _FORMATS:
                 name = f"format={value!s:.40}"
@@ -88,7 +88,7 @@ def lenient(schema: Any) -> tuple[Any, list[str]]:
 
 
 def rooted(schema: Any, pointer: str) -> Any:
-    """A schema whose references hold where it stands at `pointer` of another one.
+    """A schema with references adjusted to its position `pointer` in another one.
 
     Args:
         schema: A JSON schema.
@@ -114,7 +114,7 @@ def _mapped(
     change: Callable[[dict[str, Any]], dict[str, Any]],
     depth: int = 0,
 ) -> Any:
-    """A schema with `change` made to it and to all schemas within; values stay."""
+    """A schema with `change` applied to it and all nested schemas; values stay."""
     if depth > _MOST_DEPTH:
         raise ValueError(f"a JSON schema nests deeper than {_MOST_DEPTH}; simplify it")
     if not isinstance(schema, Mapping):

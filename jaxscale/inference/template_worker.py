@@ -1,8 +1,9 @@
-"""A process that renders chat templates: a model's template cannot harm the server.
+"""A worker process that renders chat templates, so that a model's template cannot harm
+the server.
 
-It is run as a script, by `jaxscale.inference.templates`, and imports nothing but jinja2
-and the standard library. Each request is a line of JSON, and so is each answer. Memory
-is bounded for good, and time by an alarm that ends the process, whatever filter runs.
+`jaxscale.inference.templates` runs it as a script; it imports only jinja2 and the
+standard library. Each request is a line of JSON, and so is each answer. Memory is
+limited, and time by an alarm that ends the process, whatever filter runs.
 """
 
 import datetime
@@ -42,11 +43,11 @@ def raise_exception(message: str) -> None:
 
 
 class Arguments(str):
-    """Arguments of a call that are no JSON object: written as the model wrote them."""
+    """Arguments of a call that are not a JSON object: rendered unchanged."""
 
 
 def items(value: Any) -> Any:
-    """The pairs of a mapping; arguments that are none are one pair."""
+    """The pairs of a mapping; malformed arguments are one pair."""
     if isinstance(value, Arguments):
         return iter([("arguments", str(value))])
     return do_items(value)
@@ -78,12 +79,12 @@ ENVIRONMENT.globals |= {
 
 @functools.lru_cache(maxsize=32)
 def compiled(source: str) -> Any:
-    """A template, kept for the next request."""
+    """A compiled template, cached for the next request."""
     return ENVIRONMENT.from_string(source)
 
 
 def rendered(source: str, context: dict[str, Any] | None, most: int) -> dict[str, str]:
-    """The text of a template, or what is wrong; without a context it is only read."""
+    """The rendered text, or an error; without a context it only compiles."""
     try:
         template = compiled(source)
     except (jinja2.TemplateError, RecursionError) as error:
@@ -101,7 +102,7 @@ def rendered(source: str, context: dict[str, Any] | None, most: int) -> dict[str
 
 
 def with_arguments(context: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Variables in which arguments that are no objects are known as such."""
+    """Variables in which malformed arguments are marked."""
     for message in (context or {}).get("messages", ()):
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         for call in calls or ():
@@ -128,7 +129,7 @@ def main() -> None:
     seconds, memory, most = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing else writes among the answers
     for line in sys.stdin:

@@ -1,9 +1,8 @@
-"""Jinja templates rendered by processes with bounded time and memory.
+"""Jinja templates rendered by worker processes with limited time and memory.
 
-A template comes with a model, and the model from anywhere. Jinja's sandbox keeps it
-from Python's internals, but not from a filter that takes gigabytes or minutes, so
-templates never run in this process: not even to be compiled, which evaluates what is
-constant.
+A template comes with a model, which is untrusted. Jinja's sandbox keeps it from
+Python's internals, but not from a filter that takes gigabytes or minutes, so templates
+never run in this process: not even for compilation, which evaluates constants.
 """
 
 import atexit
@@ -23,17 +22,17 @@ from jaxscale.checks import pip_install
 
 
 SECONDS = 2.0
-"""Longest rendering."""
+"""Time limit of a rendering."""
 MAX_CHARACTERS = 2**23
-"""Longest text of a template."""
+"""Maximum length of a rendered text."""
 MEMORY = 2**30
-"""Bytes of address space of a process that renders."""
+"""Bytes of address space of a worker process."""
 _MOST = 4
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class Workers:
-    """Processes that render, kept warm; as many as render at once."""
+    """A pool of warm worker processes, as many as render concurrently."""
 
     def __init__(
         self,
@@ -42,12 +41,12 @@ class Workers:
         memory: int = MEMORY,
         characters: int = MAX_CHARACTERS,
     ) -> None:
-        """None is started.
+        """Start without workers.
 
         Args:
-            seconds: Longest rendering.
-            memory: Bytes of address space of each.
-            characters: Longest text.
+            seconds: Time limit of a rendering.
+            memory: Bytes of address space of each worker.
+            characters: Maximum length of a text.
         """
         self._seconds, self._memory, self._characters = seconds, memory, characters
         self._room = threading.BoundedSemaphore(_MOST)
@@ -55,15 +54,15 @@ class Workers:
         atexit.register(self.close)
 
     def render(self, source: str, context: Mapping[str, Any] | None) -> str:
-        """The text of a template.
+        """Render a template.
 
         Args:
             source: The template.
-            context: Its variables, of types that JSON has; None only compiles it.
+            context: Its variables, as JSON values; None only compiles it.
 
         Raises:
-            ValueError: it is no template, refuses the variables, or takes too long or
-                too much memory.
+            ValueError: it is not a template, refuses the variables, or takes too much
+                time or memory.
             ImportError: jinja2 is not installed.
         """
         try:
@@ -83,13 +82,13 @@ class Workers:
         return answer["text"]
 
     def close(self) -> None:
-        """End those that wait."""
+        """End idle workers."""
         while self._idle:
             _end(self._idle.pop())
 
     @contextlib.contextmanager
     def _worker(self) -> Iterator[subprocess.Popen[bytes]]:
-        """One that nobody else uses; it is kept if it lives."""
+        """A worker for exclusive use; it is kept if it is still alive."""
         with self._room:
             worker = None
             while worker is None and self._idle:
@@ -117,7 +116,7 @@ class Workers:
                 raise ImportError(f"chat templates need jinja2: {pip_install('infer')}")
             folders.append(str(Path(found.origin).parents[1]))
         limits = (self._seconds, self._memory, self._characters)
-        # Keys of the server are in its environment: the template sees nothing of it.
+        # The server's keys are in its environment, which the template must not see.
         kept = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
         return subprocess.Popen(
             [sys.executable, "-I", str(_WORKER), *map(str, limits), *folders],
@@ -125,11 +124,11 @@ class Workers:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={name: os.environ[name] for name in kept if name in os.environ},
-            start_new_session=True,  # signals of the terminal are for the server
+            start_new_session=True,  # terminal signals are for the server
         )
 
     def _ask(self, worker: subprocess.Popen[bytes], request: bytes) -> dict[str, str]:
-        """The answer of a worker; one that dies has been ended by its bounds."""
+        """The answer of a worker; one that dies was ended by its limits."""
         assert worker.stdin is not None and worker.stdout is not None  # as started
         try:
             worker.stdin.write(request + b"\n")
@@ -157,4 +156,4 @@ def _end(worker: subprocess.Popen[bytes]) -> None:
 
 
 WORKERS = Workers()
-"""The processes that all chat templates share."""
+"""The workers that all chat templates share."""

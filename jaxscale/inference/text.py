@@ -1,7 +1,7 @@
-"""Tokens to text while they are drawn, up to the first stop string.
+"""Incremental detokenization, up to the first stop string.
 
-A delta is only ever text that no later token can change: bytes that are not yet a
-character wait, and so does what may be the beginning of a stop string.
+A delta contains only text that no later token can change: incomplete characters are
+held back, and so is a possible beginning of a stop string.
 """
 
 import bisect
@@ -14,13 +14,13 @@ from jaxscale.inference.request import FinishReason, SamplingParams
 
 
 _LOST = "\N{REPLACEMENT CHARACTER}"
-_CONTEXT = 16  # tokens before the first one; a character has four bytes at most
+_CONTEXT = 16  # tokens before the first one; a character has at most four bytes
 _LONGEST_WAIT = 32
 
 
 @runtime_checkable
 class TextDecoder(Protocol):
-    """Interface that turns token ids into text, as `jaxscale.models.Tokenizer`."""
+    """Interface of a detokenizer, as `jaxscale.models.Tokenizer`."""
 
     @property
     def vocab_size(self) -> int:
@@ -28,15 +28,15 @@ class TextDecoder(Protocol):
         ...
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of `ids`, with U+FFFD for bytes that are no character."""
+        """The text of `ids`, with U+FFFD for invalid bytes."""
         ...
 
 
 class Detokenizer:
-    """The text that tokens add to a prompt, in deltas.
+    """The text that tokens append to a prompt, in deltas.
 
-    The deltas and what `flush` returns are together the text of all tokens. A token is
-    decoded behind the few before it, on which its leading space may depend.
+    The deltas and the result of `flush` together are the text of all tokens. A token is
+    decoded after the few before it, on which its leading space may depend.
 
     Example:
         >>> from jaxscale.models import Tokenizer
@@ -53,26 +53,26 @@ class Detokenizer:
         *,
         skip_special_tokens: bool = True,
     ) -> None:
-        """Begin behind a prompt.
+        """Start after a prompt.
 
         Args:
-            tokenizer: Decodes.
-            prompt: Token ids of what comes before; its text is not repeated, but a
-                character that it has begun is completed.
+            tokenizer: Detokenizer.
+            prompt: Token ids of the prompt; its text is not repeated, but an incomplete
+                character at its end is completed.
             skip_special_tokens: Leave control tokens out of the text.
         """
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        # Tokens of which `_sent` is the text so far; then those that wait.
+        # Tokens whose text so far is `_sent`; then the pending ones.
         self._window = self._context(prompt)
         self._sent = self._text(self._window)
         self._num_sent = len(self._window)
 
     def add(self, token: int) -> str:
-        """The text that is certain with one more token, often that token's.
+        """The text that is final after one more token, usually that token's.
 
-        Tokens behind the tokenizer's vocabulary, which tables are rounded up to, have
-        no text.
+        Tokens past the tokenizer's vocabulary, which tables are padded to, have no
+        text.
         """
         if token >= self._tokenizer.vocab_size:
             return ""
@@ -88,11 +88,11 @@ class Detokenizer:
         return ""
 
     def flush(self) -> str:
-        """Return what waits, at the end: bytes that have become no character."""
+        """Return pending text at the end: incomplete characters."""
         return self._send(self._text(self._window), len(self._window))
 
     def _send(self, text: str, count: int) -> str:
-        """Give out what is new in `text`, the text of the first tokens."""
+        """Return the new part of `text`, the text of the first tokens."""
         known = len(self._sent)
         if not text.startswith(self._sent):
             # The prompt ended within a character.
@@ -102,8 +102,8 @@ class Detokenizer:
             )
         delta = text[known:]
         if delta:
-            # The newest tokens stay, for what follows is decoded behind them. Those
-            # that end a character are nothing without those that begin it.
+            # Keep the newest tokens, after which the following ones are decoded, and
+            # with the end of a character also its beginning.
             newest = self._text(self._window[self._num_sent : count])
             if _LOST not in newest or count > 2 * _LONGEST_WAIT:
                 del self._window[: self._num_sent]
@@ -120,7 +120,7 @@ class Detokenizer:
         return next(whole, known)
 
     def _send_part(self, text: str) -> str:
-        """Send text up to a token that begins anew, if nothing becomes a character."""
+        """Send invalid bytes up to a token that begins a character."""
         for count in range(len(self._window) - 1, self._num_sent, -1):
             first, rest = self._window[:count], self._window[count:]
             begins = self._text(first)
@@ -133,9 +133,9 @@ class Detokenizer:
 
 
 class StopStrings:
-    """A set of strings, asked what of a text may be, or is, one of them.
+    """A set of stop strings, for incremental search.
 
-    A character costs a few searches in a sorted list, however many strings there are.
+    A character costs a few searches in a sorted list, for any number of strings.
 
     Example:
         >>> stops = StopStrings(["END", "###"])
@@ -150,8 +150,8 @@ class StopStrings:
         self._firsts = {string[0] for string in self._sorted}
         self._lengths = sorted({len(s) for s in self._sorted}, reverse=True)
         self._all = set(self._sorted)
-        # Backwards, and without those that end in another: one search finds whether
-        # a text ends in any.
+        # Reversed, and without those that end in another: one search finds whether a
+        # text ends in any.
         self._endings: list[str] = []
         for string in sorted(string[::-1] for string in self._sorted):
             if not self._endings or not string.startswith(self._endings[-1]):
@@ -161,16 +161,16 @@ class StopStrings:
         return bool(self._sorted)
 
     def next(self, begun: str, character: str) -> str:
-        """The longest ending of `begun` + `character` that begins a string.
+        """The longest suffix of `begun` + `character` that is a prefix of a string.
 
         Args:
-            begun: The same, of the text before.
+            begun: The same for the text before.
             character: The next one.
         """
         if not begun and character not in self._firsts:
             return ""
         begun += character
-        # As in Knuth, Morris and Pratt: what is dropped was once added.
+        # As in Knuth-Morris-Pratt: each dropped character was added once.
         while begun:
             index = bisect.bisect_left(self._sorted, begun)
             if index < len(self._sorted) and self._sorted[index].startswith(begun):
@@ -179,7 +179,7 @@ class StopStrings:
         return begun
 
     def ending(self, text: str) -> str | None:
-        """The longest string that `text` ends in, None where there is none."""
+        """The longest string that `text` ends in, None if there is none."""
         backwards = text[::-1]
         index = bisect.bisect_right(self._endings, backwards) - 1
         if index < 0 or not backwards.startswith(self._endings[index]):
@@ -189,11 +189,11 @@ class StopStrings:
 
 
 stop_strings = functools.lru_cache(maxsize=64)(StopStrings)
-"""`StopStrings` of a tuple, made once for requests that share it."""
+"""`StopStrings` of a tuple, cached for requests that share it."""
 
 
 class TextStream:
-    """The text of one continuation, as its client sees it.
+    """The text of one completion, as its client sees it.
 
     Example:
         >>> from jaxscale.models import Tokenizer
@@ -206,12 +206,12 @@ class TextStream:
     def __init__(
         self, tokenizer: TextDecoder, prompt: Sequence[int], params: SamplingParams
     ) -> None:
-        """Nothing yet.
+        """Start without text.
 
         Args:
-            tokenizer: Decodes.
+            tokenizer: Detokenizer.
             prompt: Token ids of the prompt.
-            params: Say what stops the text, and whether that is part of it.
+            params: Stop strings, and whether they are part of the text.
         """
         self._detokenizer = Detokenizer(
             tokenizer, prompt, skip_special_tokens=params.skip_special_tokens
@@ -223,17 +223,17 @@ class TextStream:
         self.stop: str | None = None
         """The stop string that was found."""
         self.num_tokens = 0
-        """Tokens up to the end, those that hold the stop string included."""
+        """Tokens up to the end, including those of the stop string."""
 
     def add(self, tokens: Sequence[int], finish: FinishReason | None = None) -> str:
-        """The text that is certain with these tokens.
+        """The text that is final after these tokens.
 
         Nothing follows a stop string: once `stop` is set, tokens are ignored.
 
         Args:
             tokens: The next ones.
-            finish: Reason for the end, if the last one ended the text. A token that
-                stops it has text only where `include_stop` says so.
+            finish: Finish reason, if the last token ended the text. A stop token has
+                text only if `include_stop` says so.
         """
         deltas = []
         for i, token in enumerate(tokens):

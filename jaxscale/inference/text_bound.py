@@ -1,8 +1,8 @@
-"""Texts that are too long for a model, found before all of them is tokenized.
+"""Detection of texts that are too long for a model, without tokenizing all of them.
 
-Tokenizing takes a hundred times the memory of a text. How many tokens a text has is not
-known before; but no more than a few times the model's length of it has to be read to
-know that it is too long, whatever the tokenizer makes of spaces and long words.
+Tokenizing takes a hundred times the memory of a text. The number of tokens is not known
+before; but a few times the model's limit is enough to see that a text is too long,
+whatever the tokenizer does with spaces and long words.
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ from jaxscale.inference.request import InvalidRequest
 from jaxscale.models.tokenizer import Tokenizer
 
 
-_CERTAIN = 2**20  # characters that a tokenizer which drops some may need
-_USUAL = 8  # characters a token: texts of fewer are tokenized as a whole
+_CERTAIN = 2**20  # characters allowed for tokenizers that drop some
+_USUAL = 8  # characters per token: shorter texts are tokenized as a whole
 _SMALLEST, _LARGEST = 2**12, 2**16
-# Tokens of a piece that the whole text may not have: words that the cut divides.
+# Tokens of a piece that the whole text may not have: words split by the cut.
 _SLACK = 8
 
 
@@ -25,7 +25,7 @@ def _never() -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextBound:
-    """Says whether texts are too long for a model.
+    """Checks whether texts are too long for a model.
 
     Example:
         >>> tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=260)
@@ -40,18 +40,18 @@ class TextBound:
     """
 
     tokenizer: Tokenizer
-    """Of the model."""
+    """Tokenizer of the model."""
     most: int
-    """Tokens that there is room for."""
+    """Maximum number of tokens."""
     left: Callable[[], bool] = _never
-    """Whether nobody waits any more."""
+    """Function that says whether the client has left."""
 
     @property
     def characters(self) -> int:
-        """Characters of which no text that fits has more.
+        """Maximum characters of a text that fits.
 
-        Each token is at most as long as the longest. What a tokenizer drops, such as
-        spaces that it joins, may come on top: it is let pass up to a million.
+        Each token is at most as long as the longest. Characters that a tokenizer drops,
+        such as joined spaces, may come on top: up to a million are allowed.
         """
         return max(_CERTAIN, self.most * self.tokenizer.longest_token)
 
@@ -69,7 +69,7 @@ class TextBound:
             )
 
     def check_characters(self, text: str) -> None:
-        """Raise where `text` is too long to be tokenized, to be cut afterwards.
+        """Raise if `text` is too long to be tokenized before truncation.
 
         Raises:
             InvalidRequest: it has more characters than any text that fits.
@@ -84,7 +84,7 @@ class TextBound:
         """The part of a text that has at least its first `most` tokens.
 
         Raises:
-            InvalidRequest: nobody waits any more.
+            InvalidRequest: the client has left.
         """
         text = text[: self.characters]
         if len(text) <= max(_USUAL * self.most, _SMALLEST):
@@ -95,7 +95,7 @@ class TextBound:
             if self.left():
                 raise InvalidRequest("the client has left")
             end = start + size
-            # Words stay whole where there are any.
+            # Words stay whole if there are any.
             end = text.rfind(" ", start + size // 2, end) if end < len(text) else end
             end = start + size if end < 0 else end
             found += max(0, len(self.tokenizer.encode(text[start:end])) - _SLACK)

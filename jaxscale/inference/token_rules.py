@@ -1,4 +1,4 @@
-"""Tokens that a request must not draw, whatever the text is."""
+"""Tokens that a request must not sample."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,11 +9,11 @@ from jaxscale.inference.request import SamplingParams
 
 
 def token_mask(tokens: Iterable[int], vocab_size: int) -> Int32[np.ndarray, "words"]:
-    """One bit for each token, 32 in a word, the lowest first; set for `tokens`.
+    """One bit per token, 32 in a word, the lowest first; set for `tokens`.
 
     Args:
-        tokens: Ids; those outside the vocabulary are left out.
-        vocab_size: V, tokens of the model.
+        tokens: Ids; those outside the vocabulary are ignored.
+        vocab_size: V, vocabulary size of the model.
 
     Example:
         >>> token_mask([0, 33, 99], 40).tolist()
@@ -25,7 +25,7 @@ def token_mask(tokens: Iterable[int], vocab_size: int) -> Int32[np.ndarray, "wor
 
 
 class TokenRules:
-    """What one sequence may draw: some tokens alone, and no sequence that is barred.
+    """The allowed tokens and forbidden token sequences of one sequence.
 
     Example:
         >>> rules = TokenRules(8, allowed=None, barred=[(1, 2), (5,)])
@@ -44,12 +44,12 @@ class TokenRules:
         allowed: Iterable[int] | None,
         barred: Sequence[Sequence[int]],
     ) -> None:
-        """Nothing is drawn yet.
+        """Start before the first token.
 
         Args:
-            vocab_size: V, tokens of the model.
-            allowed: The only tokens that may be drawn; None is all.
-            barred: Sequences of which none may be completed, none empty.
+            vocab_size: V, vocabulary size of the model.
+            allowed: The only tokens that may be sampled; None is all.
+            barred: Token sequences that must not occur, none empty.
         """
         everything = range(vocab_size) if allowed is None else allowed
         singles = [sequence[0] for sequence in barred if len(sequence) == 1]
@@ -65,11 +65,11 @@ class TokenRules:
 
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> "TokenRules | None":
-        """The rules of a request, None where it has none.
+        """The rules of a request, None if it has none.
 
         Args:
-            params: Of the request.
-            vocab_size: V, tokens of the model.
+            params: Sampling parameters of the request.
+            vocab_size: V, vocabulary size of the model.
         """
         allowed = params.allowed_token_ids
         if allowed is None and not params.bad_token_ids:
@@ -77,18 +77,18 @@ class TokenRules:
         return cls(vocab_size, allowed=allowed, barred=params.bad_token_ids)
 
     def copy(self) -> "TokenRules":
-        """Another one, for another sequence; what never changes is shared."""
+        """A copy for another sequence; constant parts are shared."""
         made = object.__new__(TokenRules)
         made.__dict__.update(self.__dict__)
         return made
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Go on by drawn tokens."""
+        """Advance by sampled tokens."""
         most = max(self._lengths, default=0)
         self._drawn = (*self._drawn, *tokens)[-most:] if most else ()
 
     def narrow(self, mask: Int32[np.ndarray, "words"]) -> None:
-        """Clear the bits of tokens that must not come next."""
+        """Clear the bits of tokens that must not follow."""
         mask &= self._base
         lasts = [
             token

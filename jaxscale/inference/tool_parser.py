@@ -1,4 +1,4 @@
-"""The calls of tools in a text, told from the rest while the text comes."""
+"""Incremental parser of tool calls in a text."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ _OPEN: dict[str, tuple[str, ...]] = {
 _CLOSE = "</tool_call>"
 _SPACE = " \t\r\n"
 _BETWEEN = _SPACE + ";,[]}"  # some models close more than they open
-# The beginning of a call, up to its arguments; what is longer is read as a whole.
+# The beginning of a call, up to its arguments; longer ones are read as a whole.
 _HEAD = re.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
@@ -45,28 +45,29 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallDelta:
-    """Part of a call that a model writes."""
+    """A part of a tool call in a stream."""
 
     index: int
     """Number of the call in the text."""
     name: str | None = None
     """Name of the function, in the first part."""
     id: str | None = None
-    """Names the call, in the first part."""
+    """Id of the call, in the first part."""
     arguments: str = ""
-    """What follows of the arguments, a JSON object, as the model has written it."""
+    """The next part of the arguments, a JSON object, as the model wrote it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A call that a model has written."""
+    """A complete tool call."""
 
     name: str
     """Name of the function."""
     arguments: str
-    """A JSON object, as text; where the text ends too early, its beginning."""
+    """The arguments, a JSON object as text; if the text ends too early, its
+    beginning."""
     id: str
-    """Names the call, so that its result can be told apart."""
+    """Id of the call, to match its result."""
 
 
 type Piece = str | CallDelta
@@ -74,11 +75,11 @@ type Piece = str | CallDelta
 
 
 class ToolParser:
-    """Tells the calls in a text from the rest, while the text comes.
+    """Separates the tool calls in a streamed text from the rest.
 
-    A call is one from where its name and the beginning of its arguments are known; the
-    arguments are given out as they come. Text that may yet become a call is held back;
-    text that looks like one but is none is given out as it is.
+    A call is recognized once its name and the beginning of its arguments are known; the
+    arguments are streamed. Text that may still become a call is held back; text that
+    looks like one but is not is returned as content.
 
     Example:
         >>> parser = ToolParser("hermes")
@@ -96,30 +97,30 @@ class ToolParser:
         schemas: Mapping[str, Any] | None = None,
         forced: bool = False,
     ) -> None:
-        """Begin without text.
+        """Start without text.
 
         Args:
             format: Format in which the model writes calls.
-            schemas: JSON schemas of the arguments of the functions that there are, by
-                name; None is any function. What names another is no call.
+            schemas: JSON schemas of the arguments of the known functions, by name; None
+                is any function. Other names are not calls.
             forced: True: all of the text is one call, by `forced_call`.
         """
         check_choice("tool format", format, ToolFormat)
         self._format: str = "llama" if forced else format
         self._schemas = schemas
         self._waiting = ""
-        self._raw = ""  # what is given out if it is no call
+        self._raw = ""  # returned as content if it is no call
         self._step = self._start if self._format == "llama" else self._content
         self._pieces: list[Piece] = []
         self._count = 0
-        self._committed = False  # whether what has begun is certainly a call
-        self._behind = False  # whether nothing has come behind a call
+        self._committed = False  # whether the current one is certainly a call
+        self._behind = False  # whether nothing has followed a call
         self._final = False
         self._name, self._given = "", 0
         self._reset()
 
     def add(self, text: str) -> list[Piece]:
-        """What is certain by now."""
+        """The content and call parts that are certain so far."""
         self._waiting += text
         while self._waiting and self._step():
             pass
@@ -138,7 +139,7 @@ class ToolParser:
     # Each step returns whether there may be another one.
 
     def _start(self) -> bool:
-        """Whether the text begins as a call of Llama does."""
+        """Whether the text begins like a call of Llama."""
         text = self._waiting.lstrip()
         if text.startswith(_PYTHON_TAG):
             self._take(len(self._waiting) - len(text) + len(_PYTHON_TAG))
@@ -150,8 +151,8 @@ class ToolParser:
         return True
 
     def _content(self) -> bool:
-        """Text up to what begins a call."""
-        if self._behind:  # line breaks between calls are no content
+        """Read text up to the beginning of a call."""
+        if self._behind:  # line breaks between calls are not content
             self._waiting = self._waiting.lstrip()
         opens = _OPEN[self._format]
         found = [at for tag in opens if (at := self._waiting.find(tag)) >= 0]
@@ -169,7 +170,7 @@ class ToolParser:
         return True
 
     def _between(self) -> bool:
-        """Before and behind JSON objects."""
+        """Read before and after JSON objects."""
         text = self._waiting.lstrip(_BETWEEN if self._committed else _SPACE + "[")
         self._take(len(self._waiting) - len(text))
         if not text:
@@ -181,7 +182,7 @@ class ToolParser:
         return self._closed() if self._committed else self._no_call()
 
     def _object(self) -> bool:
-        """The beginning of an object that may be a call."""
+        """Read the beginning of an object that may be a call."""
         short = len(self._waiting) <= _LONGEST_HEAD
         head = _HEAD.match(self._waiting) if short else None
         if head and self._begin(_DECODER.decode(head[1])):
@@ -204,7 +205,7 @@ class ToolParser:
         return True
 
     def _mistral(self) -> bool:
-        """A list of objects, or a name with an object."""
+        """Read a list of objects, or a name with an object."""
         text = self._waiting.lstrip()
         if not text:
             return False
@@ -242,7 +243,7 @@ class ToolParser:
         return True
 
     def _tail(self) -> bool:
-        """The rest of an object whose arguments are known."""
+        """Read the rest of an object whose arguments are known."""
         end = self._scan()
         self._waiting = "" if end is None else self._waiting[end:]
         self._scanned = 0
@@ -253,7 +254,7 @@ class ToolParser:
         return True
 
     def _function(self) -> bool:
-        """The beginning of a call of Qwen3-Coder."""
+        """Read the beginning of a call of Qwen3-Coder."""
         found = _FUNCTION.match(self._waiting)
         if found is None:
             text = self._waiting.lstrip()
@@ -267,7 +268,7 @@ class ToolParser:
         return True
 
     def _parameter(self) -> bool:
-        """A parameter of Qwen3-Coder, or the end of its call."""
+        """Read a parameter of Qwen3-Coder, or the end of its call."""
         if ">" not in self._waiting[self._scanned :]:
             self._scanned = len(self._waiting)
             return False
@@ -296,7 +297,7 @@ class ToolParser:
         return True
 
     def _closed(self) -> bool:
-        """Behind calls: the tag that closes them, where there is one."""
+        """Read the closing tag after calls, if there is one."""
         self._step = self._closed
         if self._format in ("hermes", "qwen3_coder"):
             self._waiting = self._waiting.lstrip()
@@ -307,7 +308,7 @@ class ToolParser:
         return True
 
     def _no_call(self) -> bool:
-        """Give out what looked like a call, up to the tag that closes it."""
+        """Return as content what looked like a call, up to its closing tag."""
         if self._committed:
             return self._closed()
         at = self._waiting.find(_CLOSE)
@@ -348,7 +349,7 @@ class ToolParser:
             self._behind = False
 
     def _take(self, count: int) -> None:
-        """Go on behind text that comes back if it begins no call."""
+        """Advance past text that is returned as content if it begins no call."""
         if not self._committed:
             self._raw += self._waiting[:count]
         self._waiting = self._waiting[count:]
@@ -358,7 +359,7 @@ class ToolParser:
         self._in_string = self._escaped = False
 
     def _scan(self) -> int | None:
-        """Where the object ends that waits; None where that has not come."""
+        """The end of the pending object; None if it is incomplete."""
         for at in range(self._scanned, len(self._waiting)):
             character = self._waiting[at]
             if self._escaped:
@@ -379,7 +380,7 @@ class ToolParser:
 
 
 def gathered(pieces: Sequence[Piece]) -> tuple[str, list[ToolCall]]:
-    """All content, and the calls in whole.
+    """All content, and the complete calls.
 
     Example:
         >>> parser = ToolParser("llama")
@@ -405,27 +406,27 @@ def gathered(pieces: Sequence[Piece]) -> tuple[str, list[ToolCall]]:
 
 
 def _as_call(item: Any) -> tuple[str, str]:
-    """Name and arguments of the call that an object is.
+    """Name and arguments of a call, from its object.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the object is not a call.
     """
     keys = item.keys() if isinstance(item, dict) else set()
     given = keys & {"arguments", "parameters"}
-    # What has no arguments, but more than a name, is some other object.
+    # Without arguments, but with more than a name, it is some other object.
     if "name" not in keys or not (given or keys <= {"name", "type", "id"}):
         raise ValueError("an object that is no call")
     name = item["name"]
     arguments = item.get("arguments", item.get("parameters", {}))
     text = arguments if isinstance(arguments, str) else None
-    if text is not None:  # some write the object as text
+    if text is not None:  # some models write the object as text
         text = text or "{}"
         arguments = _DECODER.decode(text)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("an object that is no call")
     if text is None:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    # Halves of surrogate pairs, which JSON can write and no text has, stay escaped.
+    # Lone surrogates, valid in JSON but not in text, stay escaped.
     return name, _SURROGATES.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
@@ -459,5 +460,5 @@ def _kinds(schema: Any) -> set[str]:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """The longest ending of `text` that begins `tag`, in characters."""
+    """The longest suffix of `text` that is a prefix of `tag`, in characters."""
     return next((k for k in range(len(tag) - 1, 0, -1) if text.endswith(tag[:k])), 0)

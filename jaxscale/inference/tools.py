@@ -1,4 +1,4 @@
-"""Functions that a model may call: which it is shown, and which it must call."""
+"""Tools: functions that a model may or must call."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,19 +16,20 @@ type ToolChoice = str
 """``"none"``, ``"auto"``, ``"required"``, or the name of one function."""
 
 type ToolFormat = Literal["llama", "hermes", "qwen3_coder", "mistral"]
-"""Form of the calls in a text: that of Llama 3, a JSON object with ``parameters`` which
-begins the text; that of Hermes and Qwen, ``arguments`` within ``<tool_call>``; that of
-Qwen3-Coder, ``<parameter=NAME>`` within ``<function=NAME>``; or that of Mistral, behind
+"""Format of tool calls in a text: Llama 3's, a JSON object with ``parameters`` at the
+beginning of the text; that of Hermes and Qwen, ``arguments`` within ``<tool_call>``;
+Qwen3-Coder's, ``<parameter=NAME>`` within ``<function=NAME>``; or Mistral's, after
 ``[TOOL_CALLS]``."""
 
 _MAX_TOOLS = 128
 
 
 def chosen(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
-    """The tools that the model is to see.
+    """The tools to show to the model.
 
     Raises:
-        ValueError: a tool is malformed or named twice, or the choice is none of them.
+        ValueError: a tool is malformed or named twice, or the choice is not one of
+            them.
 
     Example:
         >>> tools = [{"type": "function", "function": {"name": "f"}}]
@@ -57,14 +58,14 @@ def chosen(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
 def forced_call(
     tools: Sequence[Tool], choice: ToolChoice
 ) -> tuple[Guide | None, list[str]]:
-    """The guide that holds the model to one call, for the choices that ask for it.
+    """The guide that forces one tool call, for choices that require it.
 
-    The text is then one JSON object with the name and the arguments and without spaces
-    between its parts, for which `ToolParser` needs no format.
+    The text is then one compact JSON object with the name and the arguments, for which
+    `ToolParser` needs no format.
 
     Returns:
-        The guide, None where nothing is forced, and what of the tools' schemas it does
-        not enforce.
+        The guide, None if nothing is forced, and the parts of the tools' schemas that
+        it does not enforce.
 
     Raises:
         ValueError: as `chosen`.
@@ -74,7 +75,7 @@ def forced_call(
         return None, []
     calls, definitions, ignored = [], {}, {}
     for i, tool in enumerate(shown):
-        # References of a schema begin at its root, wherever that stands here.
+        # References of a schema are relative to its root, which is nested here.
         place = f"#/$defs/tool{i}"
         given = tool["function"].get("parameters") or {"type": "object"}
         schema, names = lenient(given)
@@ -97,7 +98,7 @@ def forced_call(
 
 
 def detect_format(template: str) -> ToolFormat | None:
-    """The format that a chat template shows its model, None where it shows none.
+    """The tool-call format of a chat template, None if it has none.
 
     Example:
         >>> detect_format("... within <tool_call></tool_call> tags ...")

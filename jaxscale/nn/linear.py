@@ -72,7 +72,7 @@ class Linear(nnx.Module):
         rules: AxisRules = REPLICATED,
         rngs: nnx.Rngs,
     ) -> None:
-        """Make the parameters.
+        """Initialize the parameters.
 
         Args:
             in_features: Features of the input.
@@ -151,7 +151,7 @@ class Linear(nnx.Module):
     def adapt(
         self, out: Array, x: Array, out_axes: tuple[str | None, ...] | None = None
     ) -> Array:
-        """`out`, the product of `x`, plus that of the adapter if there is one."""
+        """`out`, the projection of `x`, plus that of the adapter if there is one."""
         if self.low_rank is None:
             return out
         return out + self.low_rank(x, self, out_axes or self.out_axes)
@@ -168,7 +168,7 @@ class Linear(nnx.Module):
     def factor(self) -> Float[Array, "in out"]:
         """The kernel as `column_parallel` and `row_parallel` take it.
 
-        Products in fp8 round it themselves, so that its gradient is not rounded before
+        Matmuls in fp8 round it themselves, so that its gradient is not rounded before
         it reaches the parameter.
         """
         return self.weight if self.quantization is None else self.kernel[...]
@@ -221,12 +221,12 @@ class _TensorParallelLinear(Linear):
         tensor_parallel: TensorParallel = None,
         **options: Any,
     ) -> None:
-        """Make the parameters.
+        """Initialize the parameters.
 
         Args:
             in_features: Features of the input.
             out_features: Features of the output.
-            tensor_parallel: Communication: see `jaxscale.sharding.column_parallel` and
+            tensor_parallel: Communication, see `jaxscale.sharding.column_parallel` and
                 `jaxscale.sharding.row_parallel`.
             **options: The other arguments of `Linear`.
         """
@@ -239,8 +239,9 @@ class ColumnParallelLinear(_TensorParallelLinear):
     """A `Linear` whose output features are split over the tensor axis.
 
     The tokens of its input may be split over the same axis (sequence parallelism); they
-    are gathered on the way in, and gradients of the input are scattered on the way
-    back. Parameters are those of `Linear`, by name, shape and split.
+    are all-gathered in the forward pass, and gradients of the input are
+    reduce-scattered in the backward pass. Parameters are those of `Linear`, by name,
+    shape and split.
 
     Example:
         >>> from jaxscale.sharding import create, fsdp_tp, make_mesh
@@ -261,7 +262,7 @@ class ColumnParallelLinear(_TensorParallelLinear):
     def __call__(
         self, x: Float[Array, "B T in"], activation: str | None = None
     ) -> Float[Array, "B T out"]:
-        """The projection of each token, whole along the tokens, in `dtype`.
+        """The projection of each token, not split over the tokens, in `dtype`.
 
         Args:
             x: Inputs, tokens along the second axis.
@@ -273,9 +274,9 @@ class ColumnParallelLinear(_TensorParallelLinear):
 class RowParallelLinear(_TensorParallelLinear):
     """A `Linear` whose input features are split over the tensor axis.
 
-    The products of the devices are summed; each keeps the tokens that are its own where
-    the rules split them (sequence parallelism). The bias is added once, after the sum.
-    Parameters are those of `Linear`, by name, shape and split.
+    The partial outputs of the devices are summed; each device keeps its own tokens
+    where the rules split them (sequence parallelism). The bias is added once, after the
+    sum. Parameters are those of `Linear`, by name, shape and split.
 
     Example:
         >>> from jaxscale.sharding import create, fsdp_tp, make_mesh
@@ -318,9 +319,9 @@ def project_together(
     x: Float[Array, "B T in"],
     activations: Sequence[str | None] | None = None,
 ) -> tuple[Float[Array, "B T _out"], ...]:
-    """The projections of `x` by several layers that share one gather.
+    """The projections of `x` by several layers, after one shared all-gather.
 
-    Layers of another kind, as pruning puts in their place, run one by one.
+    Layers of another kind, such as pruned ones, run one by one.
 
     Args:
         layers: The layers, all with the same input.
@@ -350,8 +351,8 @@ def project_together(
         contracted = {layer.kernel_axes[0] for layer in layers}
         if not any(map(shards.splits, contracted)):
             return _project_dense(layers, x, activations)
-        # XLA would make one product of them, and then copy each part out of it to
-        # add its bias. It does not where the inputs look different.
+        # XLA would merge them into one matmul, and then copy each part out of it to add
+        # its bias. It does not where the inputs look different.
         x = constrain(x, ("batch", None, "act_embed"), first.rules)
         groups = [[layer] for layer in layers]
         inputs = jax.lax.optimization_barrier([x] * len(layers))
@@ -410,9 +411,9 @@ def _project_dense(
 def project_and_sum(
     layers: Sequence[Any], xs: Sequence[Float[Array, "B T _in"]]
 ) -> Float[Array, "B T out"]:
-    """The sum of projections, each of its own input, in one communication.
+    """The sum of projections, each of its own input, in one reduction.
 
-    Layers of another kind, as pruning puts in their place, run one by one.
+    Layers of another kind, such as pruned ones, run one by one.
     """
     if not all(isinstance(layer, RowParallelLinear) for layer in layers):
         outs = [layer(x) for layer, x in zip(layers, xs, strict=True)]

@@ -24,7 +24,7 @@ from jaxscale.sharding.parameters import logical_axes
 
 
 class Frozen(nnx.Variable):
-    """A parameter that training leaves as it is."""
+    """A parameter that is not trained."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class LoraConfig:
     rank: int = 0
     """Rank of the adapters; 0 makes none, and the whole model is trained."""
     alpha: float = 16.0
-    """What an adapter adds is multiplied by alpha / rank."""
+    """The output of an adapter is scaled by alpha / rank."""
     layers: tuple[str, ...] = ("*",)
     """Linear layers of the blocks that get an adapter, by name or pattern, whole as
     ``blocks.attention.query`` or the last part alone, as ``query``; by default all."""

@@ -1,7 +1,7 @@
 """Recipes that compose training, pruning and inference, for notebooks and commands.
 
-The three packages below know nothing of each other. What `jaxscale prune` and
-`jaxscale quickstart` do with them is here, as functions.
+These three packages do not import each other. The functions here are what `jaxscale
+prune` and `jaxscale quickstart` run.
 """
 
 from jaxscale.public import listing

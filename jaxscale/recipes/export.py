@@ -27,8 +27,8 @@ def export(
 ) -> str:
     """Write the model of a run, and compare what is read back with what was written.
 
-    The tokenizer goes along, and so does ``generation_config.json`` of the model that
-    the run began with.
+    The tokenizer is exported too, and so is ``generation_config.json`` of the model
+    that the run started from.
 
     Args:
         source: The output directory of a run.
@@ -76,7 +76,9 @@ def export(
 
 
 def _generation(directory: Path) -> GenerationConfig | None:
-    """How the model that a run began with generates, if its files are still there."""
+    """The generation config of the model that a run started from, if its files are
+    there.
+    """
     while run_directory.is_run(directory):
         source = run_directory.read_config(directory).source
         if source is None:

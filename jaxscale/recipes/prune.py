@@ -1,6 +1,6 @@
-"""Prune a trained model and train on under the masks: what ``jaxscale prune`` does.
+"""Prune a trained model and fine-tune it under the masks: ``jaxscale prune``.
 
-Pruning and training know nothing of each other; they meet here.
+Pruning and training do not import each other; this module combines them.
 """
 
 import dataclasses
@@ -66,18 +66,18 @@ class TuneConfig:
     """
 
     score: Literal["magnitude", "taylor", "wanda"] = "taylor"
-    """Importance of a weight: its square, what its removal changes of the loss to first
-    order, or its square times that of its inputs (rank the last in each layer)."""
+    """Importance of a weight: its square, the first-order change of the loss without
+    it, or its square times that of its inputs (rank the last per layer)."""
     score_batches: int = 8
-    """Batches of training text that taylor and wanda are measured on."""
+    """Batches of training text that taylor and wanda are computed on."""
     schedule: Literal["one_shot", "cubic", "paper"] = "one_shot"
-    """Schedule: all before the first step, or in stages during the first half of the
-    steps, fast at first and slower later, or through the list of the paper."""
+    """Schedule: all at once before the first step, or in stages over the first half of
+    the steps, by a cubic curve or the paper's list of sparsities."""
     stages: int = 5
-    """Stages of cubic."""
+    """Number of stages of the cubic schedule."""
     control: bool = False
-    """Train the dense model too, for as many steps at the same rate, to compare with:
-    twice the time."""
+    """Also train the dense model for as many steps at the same learning rate, as a
+    baseline; doubles the time."""
 
     def __post_init__(self) -> None:
         check_least(self, 1, "score_batches", "stages")
@@ -85,7 +85,7 @@ class TuneConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """A pruned and tuned model, and what it cost."""
+    """A pruned and fine-tuned model, with its losses."""
 
     result: FitResult
     """The training under masks."""
@@ -98,7 +98,7 @@ class Pruned:
     after: Evaluation
     """Held-out loss of the model pruned to the full sparsity at once, untrained."""
     control: Evaluation | None = None
-    """Held-out loss of the dense model trained as long, if that was asked for."""
+    """Held-out loss of the dense model trained as long, if that is enabled."""
 
     measure: Callable[[Any], Evaluation]
     """Function that measures the held-out loss of any model on the mesh."""
@@ -106,7 +106,7 @@ class Pruned:
     def dense_layers(self) -> list[str] | None:
         """The layers that stay dense where the model runs; None if all do.
 
-        As `jaxscale generate` runs it, every block with shapes of its own.
+        Blocks have shapes of their own, as in `jaxscale generate`.
         """
         if not self.masks.config.tiled:
             return None

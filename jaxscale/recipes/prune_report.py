@@ -1,4 +1,4 @@
-"""The page that ``jaxscale prune`` leaves: what was pruned, and what it did."""
+"""The HTML report of ``jaxscale prune``: sparsities and losses."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def _finish(directory: Path, pruned: Pruned, text: TextData) -> Path:
 
 
 def add_settings(report: Report, config: TrainConfig, **more: Any) -> None:
-    """A section on what a run was begun with.
+    """A section on the settings of a run.
 
     Args:
         report: Gets the section.
@@ -77,7 +77,7 @@ def add_settings(report: Report, config: TrainConfig, **more: Any) -> None:
 
 
 def add_to_report(report: Report, pruned: Pruned, bytes_per_token: float) -> None:
-    """A section on what was pruned, and what it did to the model."""
+    """A section on sparsities and held-out losses."""
     report.heading("Pruning")
     _add_losses(report, pruned, bytes_per_token)
     _add_cost(report, pruned.masks)

@@ -1,8 +1,8 @@
-"""The main job, end to end, on real text in a few minutes: ``jaxscale quickstart``.
+"""Train, prune and serve a small model in a few minutes: ``jaxscale quickstart``.
 
 The quickstart is a sequence of steps. Each is a function that takes the `Session`, does
-its part, adds it to the report and returns a line on what it gained; a new system adds
-a function to `STEPS`.
+its part, adds it to the report and returns a line on its result; a new feature adds a
+function to `STEPS`.
 """
 
 import dataclasses
@@ -52,14 +52,15 @@ PROMPTS = ("def read_lines(path):", "class ", "The with statement")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuickstartConfig:
-    """Length of the quickstart, and its directory."""
+    """Length and output directory of the quickstart."""
 
     steps: int = 300
     """Training steps of 2,048 tokens."""
     seed: int = 0
-    """Decides the initial parameters, the order of the text and what is generated."""
+    """Random seed of the initial parameters, the data order and sampling."""
     output_dir: Path = Path("runs/quickstart")
-    """Checkpoints, metrics and report.html; a quickstart that was here is replaced."""
+    """Output directory: checkpoints, metrics and report.html; an earlier quickstart in
+    it is replaced."""
 
     def __post_init__(self) -> None:
         """Check what needs no devices."""
@@ -134,7 +135,7 @@ def train(session: Session) -> str:
 
     records = _metrics(config)
     steps = [r for r in records if "loss" in r]
-    # The loss of a uniform guess is where an untrained model starts.
+    # An untrained model starts at the loss of a uniform guess.
     uniform = math.log(config.model.vocab_size)
     if session.held_out_loss >= uniform:
         raise RuntimeError(
@@ -241,7 +242,7 @@ def prune(session: Session) -> str:
 
 
 def _speed(session: Session, dense: Decoder, sparse: Decoder) -> str:
-    """Time both forms of the pruned model on the GPUs; returns what to say of it."""
+    """Time both forms of the pruned model on the GPUs; returns a summary."""
     data = session.train_config.data
     mesh = dense.embed.table[...].sharding.mesh
     times = {}

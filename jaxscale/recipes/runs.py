@@ -1,4 +1,4 @@
-"""Runs that presets name, and whether this machine can carry a run out."""
+"""Runs by preset name, and checks that this machine can execute a run."""
 
 import dataclasses
 import importlib.util
@@ -82,9 +82,9 @@ def usual_learning_rate(model: DecoderConfig | EncoderConfig) -> float:
 
 
 def from_source(source: str) -> TrainConfig:
-    """A run that trains a model on that has weights already.
+    """A run that fine-tunes a model from its weights.
 
-    It begins with the weights and the tokenizer of the source, at a tenth of the usual
+    It starts from the weights and the tokenizer of the source, at a tenth of the usual
     learning rate. Model and rows are as large as the source says; rows have at most
     4,096 tokens.
 

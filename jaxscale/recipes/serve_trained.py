@@ -1,4 +1,4 @@
-"""A step of the quickstart: serve trained models over HTTP, and draw their batches.
+"""A step of the quickstart: serve trained models over HTTP and plot their batches.
 
 The server is the one of ``jaxscale serve``, the client is OpenAI's; both run in this
 process, over the loopback interface.
@@ -21,7 +21,7 @@ from jaxscale.observability.html_report import Report
 
 
 REQUESTS = 16
-"""Requests that overlap."""
+"""Concurrent requests."""
 
 _SLOTS = 8
 _TOKENS = (64, 24, 40, 56, 32)  # of the answers, in turns
@@ -48,7 +48,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served:
-    """Answers of a model to requests that overlapped."""
+    """Answers of a model to concurrent requests."""
 
     alone: Answer
     """The answer to the first request, when there was no other."""
@@ -57,11 +57,11 @@ class Served:
     seconds: float
     """From the first request to the last answer."""
     segments: Sequence[Sequence[float]]
-    """Stretches of the batch: slot, color, 0 for a prompt or 1 for tokens, from, to."""
+    """Segments of the batch: slot, color, 0 for prefill or 1 for decode, start, end."""
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return sum(answer.tokens for answer in self.answers) / self.seconds
 
 
@@ -90,14 +90,14 @@ def serve_trained(
     *,
     seed: int = 0,
 ) -> dict[str, Served]:
-    """Serve each model to overlapping requests, and report on it.
+    """Serve each model to concurrent requests, and report on it.
 
     Args:
         models: Models by name.
         tokenizer: Their tokenizer.
         prompts: Prompts, which the requests take in turns.
         report: Gets latency, throughput and the drawings.
-        seed: Decides what is drawn.
+        seed: Random seed of sampling.
 
     Raises:
         RuntimeError: an answer depends on who shared the batch.
@@ -154,7 +154,7 @@ def draw_slots(segments: Sequence[Sequence[float]], *, title: str) -> str:
     """Slots against time, as an SVG element.
 
     Args:
-        segments: Stretches as in `Served`; their times have any origin.
+        segments: Segments as in `Served`; their times have any origin.
         title: Name of the picture.
     """
     start = min((s[3] for s in segments), default=0.0)

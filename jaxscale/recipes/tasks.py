@@ -1,4 +1,4 @@
-"""What a run learns: the text of its settings, as batches for its model."""
+"""Tasks of runs: their text, as batches for their model."""
 
 import dataclasses
 from typing import Any
@@ -35,7 +35,7 @@ class Task:
     eval_data: Any
     """Held-out batches for `fit`, or None."""
     head: str | None = None
-    """What the head takes over from that of the source, in words."""
+    """The part of the source's head that is reused, in words."""
 
     @property
     def told(self) -> str:
@@ -67,8 +67,8 @@ class Task:
 def prepare(config: TrainConfig, records: Records | None = None) -> Task:
     """Read the text of a run and make its batches, as its model wants them.
 
-    A decoder learns the next token. An encoder learns to guess hidden tokens, or, where
-    ``data.label_field`` names one, to classify texts.
+    A decoder learns next-token prediction. An encoder learns masked tokens or, if
+    ``data.label_field`` is set, to classify texts.
 
     Args:
         config: The settings of the run. An encoder without a head gets the one that its
@@ -153,7 +153,7 @@ def _classification(config: TrainConfig, records: Records | None) -> Task:
 
 
 def _head_of_source(config: TrainConfig) -> HeadConfig | None:
-    """The head in the Hugging Face files that a run begins with, if they have one."""
+    """The head in the Hugging Face files that a run starts from, if they have one."""
     if config.source is None:
         return None
     directory = local_directory(config.source)

@@ -1,4 +1,4 @@
-"""Attention of whole rows by cuDNN's flash attention, through JAX.
+"""Attention of unpacked sequences by cuDNN's flash attention, through JAX.
 
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H head dim.
 """

@@ -1,4 +1,4 @@
-"""Attention of whole rows through XLA, which stores the scores; runs anywhere.
+"""Attention of unpacked sequences through XLA; stores the scores and runs anywhere.
 
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, G query
 heads of a key head, H head dim.
@@ -58,7 +58,7 @@ def attention(
         column = jnp.broadcast_to(sink, (*logits.shape[:-1], 1))
         logits = jnp.concatenate([logits, column], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)[..., : problem.keys]
-    # A query that sees no key gets zeros.
+    # A query that attends to no key gets zeros.
     weights = jnp.where(mask, weights, 0.0).astype(v.dtype)
     out = jnp.einsum("bkgts,bskh->btkgh", weights, v)
     return out.reshape(b, t, n, h)  # [B, T, N, H]
@@ -76,7 +76,7 @@ def _distance(problem: Problem) -> jax.Array:
 
 
 def _mask(problem: Problem, distance: jax.Array) -> jax.Array:
-    """True for the keys that each query sees, [T,S]."""
+    """True for the keys that each query attends to, [T,S]."""
     left, right = problem.window
     right = 0 if problem.causal else right
     mask = jnp.ones(distance.shape, bool)

@@ -13,7 +13,7 @@ in one flat order, and what a tile needs from a peer is signaled row block by ro
 TMA copies from or to `plgpu.remote_ref`, never through multicast.
 
 Why reads. When the links are full, what a multiprocessor writes to a peer seems to wait
-in front of what it asks of its own memory; reads disturbed the product far less in
+in front of what it asks of its own memory; reads disturbed the matmul far less in
 trials, and least when every block reads a little. A gather that writes was slower for
 five layers with 1,024 to 16,384 rows each (four H100s, trials). Reductions that the
 links bound write (`CollectiveConfig.transfer`): links carry more so, and nothing is

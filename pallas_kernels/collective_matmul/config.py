@@ -108,7 +108,7 @@ class Call:
     return_gathered: bool = False
     """The gathered operand is an output; if not, its own rows need not be copied."""
     deterministic: bool = True
-    """Sums are equal bit for bit between runs."""
+    """Sums are bitwise equal between runs."""
 
     @classmethod
     def over(cls, axis_name: str, **arguments: Any) -> "Call":

@@ -165,7 +165,7 @@ def grid(
 
     Args:
         layout: blocks, and how the problem is cut.
-        tiles: the tiles of any of the products, which share one ring.
+        tiles: the tiles of any of the matmuls, which share one ring.
         chunks: how rows are read from a peer.
         device: the GPU that the kernel is built for.
         scratch_types: scratch of one block beside the ring and the chunks.
@@ -267,7 +267,7 @@ def scales_of(
     Args:
         x: the left operand; its scales are those of the rows of all devices.
         ws: the weights.
-        tiles: the tiles of each product.
+        tiles: the tiles of each matmul.
         blocks: row blocks of one device within one leading index.
 
     Returns:

@@ -70,7 +70,7 @@ def all_gather_matmul(
         x: [B,m,K] rows of this device; bfloat16 or float16, or a `ScaledArray` of 8
             bits with the scales of all rows.
         ws: weights [K,N] each, or [N,K] if they are stored so.
-        call: the mesh axis, the type of the products (that of x, or float32), how
+        call: the mesh axis, the matmuls' type (that of x, or float32), how
             weights are stored, whether the gathered rows are wanted.
         config: how to cut it.
         device: the Hopper GPU that the kernel is built for.
@@ -117,7 +117,7 @@ def all_gather_matmul(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A gather and its products as they are cut.
+    """A gather and its matmuls as they are cut.
 
     A row block is moved in *pieces* of some chunks, each announced when it is there:
     all of it at once, or a part of K of all row blocks before the next one.
@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def config(self) -> CollectiveConfig:
-        """Tiling of the products."""
+        """Tiling of the matmuls."""
         return self.layout.config
 
     @property
@@ -261,7 +261,7 @@ class Roles:
     factors: Sequence[Ref]
     """Scales of rows and columns, of operands of 8 bits: `scales_of`."""
     outs: Sequence[Ref]
-    """Products, [B*D,m,N] each."""
+    """Matmuls, [B*D,m,N] each."""
     gathered: Ref
     """Rows of all devices, [B*D,m,K]."""
     scratch: Mapping[str, Ref]

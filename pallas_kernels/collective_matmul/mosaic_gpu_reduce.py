@@ -1,4 +1,4 @@
-"""Hopper matmul reduce-scatter and all-reduce: sums travel while others are computed.
+"""Hopper matmul reduce-scatter and all-reduce: sums are sent while others are computed.
 
 Reduce-scatter. Tiles for the next device come first, then those for the one after it,
 ..., own ones last, so that no two devices read from one. The consumers store partial
@@ -9,7 +9,7 @@ writes them to their owners (`push`): a way less over the links, and these carry
 Partial sums lie one tile after another, so that a tile is a line of memory (`Chunks`
 says why that matters).
 
-Own tiles are the usual products and then the sums of the peers, times the identity:
+Own tiles are the usual matmuls and then the sums of the peers, times the identity:
 these pass through the same ring as two more stages for each peer, and the tensor cores
 add them to the fp32 sums in a fixed order. The result is deterministic, and a tile is
 rounded once for each peer and once at the end. An infinite partial sum makes NaN of
@@ -82,7 +82,7 @@ def matmul_reduce_scatter(
     config: CollectiveConfig,
     device: DeviceSpec,
 ) -> jax.Array:
-    """Computes ``reduce_scatter(sum_i x_i @ w_i)``, equal bit for bit between runs.
+    """Computes ``reduce_scatter(sum_i x_i @ w_i)``, bitwise equal between runs.
 
     Args:
         xs: [B,M,K_i] each; bfloat16 or float16; or one `ScaledArray` of 8 bits.
@@ -108,10 +108,10 @@ def matmul_all_reduce(
     config: CollectiveConfig,
     device: DeviceSpec,
 ) -> jax.Array:
-    """Computes ``all_reduce(sum_i x_i @ w_i)``, equal bit for bit between runs.
+    """Computes ``all_reduce(sum_i x_i @ w_i)``, bitwise equal between runs.
 
     Each device reduces its share of the rows, which the others then read (two shots);
-    of few rows each device reduces all, after a product through XLA (one shot).
+    of few rows each device reduces all, after a matmul through XLA (one shot).
 
     Args:
         xs: [B,M,K_i] each; bfloat16 or float16.
@@ -144,7 +144,7 @@ class Plan:
     layout: Layout
     """Rows and devices."""
     tiles: Sequence[Tiles]
-    """The tiles of each product; their sums share one output tile."""
+    """The tiles of each matmul; their sums share one output tile."""
     chunks: Chunks
     """Chunks in which a tile is read from a peer."""
     scales: Scales | None
@@ -154,7 +154,7 @@ class Plan:
 
     @property
     def config(self) -> CollectiveConfig:
-        """Tiling of the products."""
+        """Tiling of the matmuls."""
         return self.layout.config
 
     @property
@@ -186,7 +186,7 @@ class Plan:
 
     @property
     def depth(self) -> int:
-        """Rows of sums in such a stage: as many bytes as operands of a product have."""
+        """Rows of sums in such a stage: as many bytes as operands of a matmul have."""
         p = self.tiles[0].problem
         return self.config.tile_k * p.dtype.itemsize // p.out_dtype.itemsize
 

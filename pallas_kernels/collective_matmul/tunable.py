@@ -1,4 +1,4 @@
-"""The collective matrix products, as the tuner sees them.
+"""The collective matmuls, for the tuner.
 
 Dispatching a call to several GPUs takes longer than many calls, so a program calls an
 op many times in a loop: once for each entry of the first operand. Their number is part
@@ -143,7 +143,7 @@ def _program(
     config: CollectiveConfig | None,
     device: DeviceSpec | None = None,
 ) -> Callable[..., jax.Array]:
-    """``(turns, xs, ws)`` to the first product of the last of the calls."""
+    """``(turns, xs, ws)`` to the first matmul of the last of the calls."""
     op = next(op for op in OPS if op.kind == problem.kind)
     gathers = problem.kind == "all_gather"
     call = Call(

@@ -1,9 +1,9 @@
-"""Collective matrix products through XLA, in two forms.
+"""Collective matmuls through XLA, in two forms.
 
-The plain form is a collective and a product, one after the other: what the compiler
+The plain form is a collective and a matmul, one after the other: what the compiler
 makes of ordinary code, and the baseline of the kernels. The ring cuts both into one
 step for each device, in which a transfer to the next device is independent of the
-product, so that the compiler may run them at the same time.
+matmul, so that the compiler may run them at the same time.
 
 The ring runs in one direction: where GPUs share a switch, one neighbor takes all that
 a GPU can send. Its steps are unrolled.
@@ -54,11 +54,11 @@ def all_gather_matmul(
     Args:
         x: [B,m,K] rows of this device.
         ws: weights [K,N_i], or [N_i,K] if they are stored so.
-        call: the mesh axis, the type of the products, how weights are stored, whether
+        call: the mesh axis, the matmuls' type, how weights are stored, whether
             the gathered rows are wanted.
 
     Returns:
-        Products [B,D*m,N_i], and the gathered rows [B,D*m,K], or None.
+        Matmuls [B,D*m,N_i], and the gathered rows [B,D*m,K], or None.
     """
     gathered = all_gather(x, call.axis_name)
     dot = _dot(call.out_dtype, call.rhs_transposed)
@@ -69,7 +69,7 @@ def all_gather_matmul(
 def matmul_reduce_scatter(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
     """Multiplies, then sums over devices and scatters rows.
 
-    The sum of a device is rounded to the type of the result before it travels.
+    The sum of a device is rounded to the type of the result before it is sent.
 
     Args:
         xs: operands [B,M,K_i] of this device.
@@ -104,11 +104,11 @@ def ring_all_gather_matmul(
 
 
 def ring_matmul_reduce_scatter(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
-    """Compute `matmul_reduce_scatter`; sums travel while the next are multiplied.
+    """Compute `matmul_reduce_scatter`; sends sums while the next are computed.
 
     The sum of the rows of device d starts on device d + 1 and visits every other one
-    on its way to d. It travels in the type of the result, as many bytes as in the plain
-    form, and every device adds its products in fp32 and rounds: D roundings in a fixed
+    on its way to d. It is sent in the type of the result, as many bytes as in the plain
+    form, and every device adds its matmuls in fp32 and rounds: D roundings in a fixed
     order.
     """
     size, me = call.size, lax.axis_index(call.axis_name)
@@ -133,7 +133,7 @@ def ring_matmul_reduce_scatter(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
 def ring_matmul_all_reduce(xs: Arrays, ws: Arrays, call: Call) -> jax.Array:
     """Compute `matmul_all_reduce` by `ring_matmul_reduce_scatter` and a gather.
 
-    The gather is one collective: no product is left that could hide its steps.
+    The gather is one collective: no matmul is left that could hide its steps.
     """
     size, rows = call.size, xs[0].shape[_ROWS]
     if rows % size:
@@ -223,7 +223,7 @@ def _type_of_sums(out_dtype: DTypeLike) -> jnp.dtype:
 def sum_of_products(
     xs: Arrays, ws: Arrays, call: Call, out_dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """``sum_i x_i w_i`` on this device; several products are added in fp32.
+    """``sum_i x_i w_i`` on this device; several matmuls are added in fp32.
 
     Args:
         xs: [B,M,K_i].

@@ -1,4 +1,4 @@
-"""Hopper matrix product, and the pieces of it that other kernels are made of.
+"""Hopper matmul, and the pieces of it that other kernels are made of.
 
 One block (a streaming multiprocessor) holds three warpgroups. The producer streams
 tiles of both operands into a ring of shared-memory stages with the bulk copy engine;
@@ -353,19 +353,19 @@ def multiply_tile(
     pieces: Sequence[Callable[[], None]] = (),
     then: tuple[Any, Callable[[Any, Any, Any], tuple[Any, Any]]] | None = None,
 ):
-    """Consumer: sums the products of one output tile.
+    """Consumer: accumulates the matmuls of one output tile.
 
     Args:
         tiles: the cut.
         scratch: what `Tiles.scratch_types` allocated.
         consumer: int32, which of the consumers this warpgroup is.
         slot: int32, the next stage of the ring.
-        k_tiles: stages that the tile consumes, where several products share the sums;
+        k_tiles: stages that the tile consumes, where several matmuls share the sums;
             by default those of `tiles`.
         meanwhile: called once while the tensor cores have work, for what would stall
             them between two tiles: some microseconds after the last tile was stored.
-        pieces: work on registers that fills the time of the first products: each is
-            called once, every other stage, while two products are in flight.
+        pieces: work on registers that fills the time of the first matmuls: each is
+            called once, every other stage, while two matmuls are in flight.
         then: int32, how many stages follow, and where the operands lie in one of them:
             a function as `Tiles.operands`, which serves the others.
 
@@ -382,8 +382,8 @@ def multiply_tile(
         for part in parts:
             plgpu.wgmma(acc.at[:, part], x, w.at[:, part])
 
-    # Before there are sums: with a wait between their zeros and the first product ptxas
-    # may give up on keeping products in flight.
+    # Before there are sums: with a wait between their zeros and the first matmul ptxas
+    # may give up on keeping matmuls in flight.
     plgpu.barrier_wait(scratch["full"].at[slot])
 
     def scoped(acc: Ref):
@@ -459,7 +459,7 @@ def store_tile(
         values = parts[part][:, column * width : (column + 1) * width]
         buffer = scratch["out_smem"].at[consumer, chunk % slots]
         # The copy that used this buffer before has read it. Those of the last tile had
-        # the time of this one's products.
+        # the time of this one's matmuls.
         plgpu.wait_smem_to_gmem(min(chunk, slots - 1), wait_read_only=True)
         buffer[...] = values.astype(tiles.problem.out_dtype)
         plgpu.commit_smem()

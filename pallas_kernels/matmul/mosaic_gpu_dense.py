@@ -1,8 +1,8 @@
 """Hopper kernel of linear layers: several weights of one input, bias and activation.
 
-Behind a short product the activation costs as much as the product, and it needs other
+Behind a short matmul the activation costs as much as the matmul, and it needs other
 units of a multiprocessor. So a consumer keeps the sums of a tile, with their bias and
-rounded, in registers, starts the products of its next tile, and while the tensor cores
+rounded, in registers, starts the matmuls of its next tile, and while the tensor cores
 have those it computes the activation of the kept tile, one chunk of columns every other
 stage, and stores it.
 
@@ -48,7 +48,7 @@ MOST_COLUMNS = 256 * CHUNK
 
 
 def dense_config(m: int, widths: Sequence[int], device: DeviceSpec) -> MatmulConfig:
-    """Choose the tiling of a product of `m` rows with weights of these widths.
+    """Choose the tiling of a matmul of `m` rows with weights of these widths.
 
     Tiles are wide, since a wide one reads each operand less often. Few of them, which
     would leave multiprocessors idle, are cut for as long as all still run at once.

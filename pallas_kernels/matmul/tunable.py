@@ -1,4 +1,4 @@
-"""The matrix product, as the tuner sees it."""
+"""The matmul, for the tuner."""
 
 import functools
 from collections.abc import Callable, Mapping

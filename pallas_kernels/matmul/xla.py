@@ -1,4 +1,4 @@
-"""The matrix product through XLA: cuBLAS on NVIDIA GPUs, portable elsewhere."""
+"""The matmul through XLA: cuBLAS on NVIDIA GPUs, portable elsewhere."""
 
 import jax
 import jax.numpy as jnp

@@ -554,7 +554,7 @@ def _whole_pieces(
 def any_of_warp(column: jax.Array) -> jax.Array:
     """Return whether something holds for any row of this warp; other warps may differ.
 
-    For branches without barriers and without products of the tensor cores, which a
+    For branches without barriers and without matmuls of the tensor cores, which a
     warp may take or not by itself.
 
     Args:

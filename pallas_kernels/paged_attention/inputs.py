@@ -1,6 +1,6 @@
 """The arrays of a call of paged attention, and what is static.
 
-Axes: B rows, R new tokens of a row, N query heads, K key/value heads, H head dim, L
+Axes: B sequences, R new tokens each, N query heads, K key/value heads, H head dim, L
 layers, P pages, G tokens of a page, W pages of a row's table.
 """
 
@@ -74,4 +74,4 @@ class Scores:
     softcap: float | None = None
     """Bound on the magnitude."""
     window: int | None = None
-    """The last tokens that a query sees, itself included."""
+    """The last tokens that a query attends to, itself included."""

@@ -1,6 +1,6 @@
 """Hopper implementation of paged attention: what surrounds the kernel.
 
-Axes: B rows, R new tokens of a row, N query heads, K key/value heads, H head dim, L
+Axes: B sequences, R new tokens each, N query heads, K key/value heads, H head dim, L
 layers, P pages, G tokens of a page, W pages of a row's table.
 """
 

@@ -1,11 +1,11 @@
 """The Hopper kernel of paged attention.
 
-A decoding step reads every key and value once and does little with them: the kernel has
+A decode step reads every key and value once and does little with them: the kernel has
 to keep memory busy. A block is one or two *teams*, each a warpgroup that copies pages
 into a ring in shared memory and one that computes. A team takes one *split* after the
 other, by ticket: a fixed number of tokens of one row, for one key/value head.
 
-**Products** are transposed. Queries of a head (those of its group, of all new tokens)
+**Matmuls** are transposed. Queries of a head (those of its group, of all new tokens)
 are few: they are columns, of which the tensor cores take any eight, and keys, and then
 columns of values, are the 64 rows. Operands in fp8 are widened on their way to
 registers.
@@ -184,7 +184,7 @@ class _Splits(NamedTuple):
     tile: Scalar
     """Row and head."""
     first: Scalar
-    """The first split that the row sees."""
+    """The first split that the row attends to."""
     number: Scalar
     """How many it has."""
 
@@ -207,7 +207,7 @@ class _Work(NamedTuple):
     index: Scalar
     """Which split of the row, from its first token on."""
     first: Scalar
-    """The first split that the row sees."""
+    """The first split that the row attends to."""
     splits: Scalar
     """How many it has."""
     begin: Scalar
@@ -621,7 +621,7 @@ class _Team:
             edge |= start <= work.length + (p.queries - 1) - self.scores.window
         slot = self.wait(tiles + 2 * i)
         scales = []
-        if p.narrow:  # asked for early: both are on their way during the product
+        if p.narrow:  # asked for early: both are on their way during the matmul
             lines = (self.line(work, number, start, part) for part in range(2))
             scales = [self.scales[0][line] for line in lines]
 
@@ -703,7 +703,7 @@ class _Team:
     def held(self, work: _Work, start: Scalar) -> tuple[Scalar, Scalar]:
         """The first value of a block that a query may see, and the one after the last.
 
-        What no query sees may be NaN.
+        What no query attends to may be NaN.
         """
         least = jnp.int32(0)
         if self.scores.window is not None:
@@ -711,7 +711,7 @@ class _Team:
         return least, work.end - start
 
     def clear(self, work: _Work, start: Scalar, slot: Scalar) -> None:
-        """Zeros for values that no query sees."""
+        """Zeros for values that no query attends to."""
         least, stop = self.held(work, start)
         for chunk in range(self.problem.chunks):
             ref = self.smem["ring"].at[slot, :, pl.ds(chunk * CHUNK, CHUNK)]

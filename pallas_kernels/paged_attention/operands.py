@@ -1,7 +1,7 @@
-"""Operands and results of the products: in registers, by each lane.
+"""Operands and results of the matmuls: in registers, by each lane.
 
-Products are transposed: keys, and then the columns of values, are the 64 rows of a
-product of the tensor cores, and queries its columns, of which there may be eight only.
+Matmuls are transposed: keys, and then the columns of values, are the 64 rows of a
+matmul of the tensor cores, and queries its columns, of which there may be eight only.
 """
 
 import functools
@@ -178,7 +178,7 @@ def store_transposed(ref: Ref, values: jax.Array) -> None:
 def in_order_of_keys(head_dim: int) -> np.ndarray:
     """The columns of keys in the order in which `load_keys` gives them.
 
-    Of every sixteen, products take the first and the second eight in pairs, a lane one
+    Of every sixteen, matmuls take the first and the second eight in pairs, a lane one
     of each: here both come from the same four.
     """
     columns = np.arange(head_dim).reshape(-1, 4, 2, 2)
@@ -188,7 +188,7 @@ def in_order_of_keys(head_dim: int) -> np.ndarray:
 def in_order_of_values(head_dim: int) -> np.ndarray:
     """The columns of values in the order in which `load_values` gives them, as rows.
 
-    A lane has four rows of every 128, in which products take one of every sixteen and
+    A lane has four rows of every 128, in which matmuls take one of every sixteen and
     of every eight: here they are neighbors.
     """
     columns = np.arange(head_dim).reshape(-1, 4, 8, 2, 2)  # .., warp, lane, tile, half
@@ -196,7 +196,7 @@ def in_order_of_values(head_dim: int) -> np.ndarray:
 
 
 def load_keys(ref: Ref, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
-    """Keys in fp8, widened, as left operands of products.
+    """Keys in fp8, widened, as left operands of matmuls.
 
     Args:
         ref: fp8 [64, columns] of shared memory, in swizzled tiles of 8 rows and 128
@@ -244,7 +244,7 @@ def load_keys(ref: Ref, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
 
 
 def load_values(ref: Ref, dtype: jnp.dtype, first: Scalar, stop: Scalar) -> jax.Array:
-    """Values in fp8, widened and transposed, as a left operand of products.
+    """Values in fp8, widened and transposed, as a left operand of matmuls.
 
     Args:
         ref: fp8 [64, columns] of shared memory, in swizzled tiles of 8 rows and 128

@@ -35,7 +35,7 @@ class Cut:
     capacity: int
     """Tokens of a row, at most."""
     window: int | None
-    """Tokens that a query sees."""
+    """Tokens that a query attends to."""
 
     @property
     def most_splits(self) -> int:
@@ -83,9 +83,9 @@ class Problem:
     num_pages: int
     """P."""
     dtype: jnp.dtype
-    """Of queries, outputs and products."""
+    """Of queries, outputs and matmuls."""
     page_dtype: jnp.dtype
-    """Of pages: the same, or fp8, which is widened for the products."""
+    """Of pages: the same, or fp8, which is widened for the matmuls."""
     split: int
     teams: int
     slots: int
@@ -107,7 +107,7 @@ class Problem:
 
     @property
     def query_rows(self) -> int:
-        """The same, for products."""
+        """The same, for matmuls."""
         return -(-self.tile_rows // 8) * 8
 
     @property

@@ -1,6 +1,6 @@
 """Paged attention in plain JAX; runs anywhere.
 
-Axes: B rows, R new tokens of a row, N query heads, K key/value heads, H head dim, L
+Axes: B sequences, R new tokens each, N query heads, K key/value heads, H head dim, L
 layers, P pages, G tokens of a page, W pages of a row's table.
 """
 
@@ -90,7 +90,7 @@ def _step(
     if scores.window is not None:
         mask &= distance < scores.window
         first = positions[:, 0] - scores.window + 1
-    # What no query sees may be NaN, and zero times NaN is NaN.
+    # What no query attends to may be NaN, and zero times NaN is NaN.
     held &= at >= first[:, None]
     ids = jnp.where(held.reshape(*ids.shape, size).any(2), ids, 0)
     found = x.pages.at[x.layer, ids].get(mode="fill", fill_value=0)

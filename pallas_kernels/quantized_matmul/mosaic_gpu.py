@@ -1,4 +1,4 @@
-"""Hopper kernel of the product with a quantized weight.
+"""Hopper kernel of the matmul with a quantized weight.
 
 The tensor cores take one operand from registers, the left one. So the weight stands on
 the left, ``w x^T``: it reaches shared memory as it is stored, a byte a number, each

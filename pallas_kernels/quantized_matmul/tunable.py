@@ -1,4 +1,4 @@
-"""The product with a quantized weight, as the tuner sees it."""
+"""The matmul with a quantized weight, for the tuner."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -69,5 +69,5 @@ def kernel(
 
 
 def baseline(problem: Problem) -> Callable[..., jax.Array]:
-    """XLA's product, which may write the weight in bfloat16."""
+    """XLA's matmul, which may write the weight in bfloat16."""
     return functools.partial(xla.quantized_matmul, out_dtype=problem.out_dtype)

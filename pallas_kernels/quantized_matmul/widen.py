@@ -2,8 +2,8 @@
 
 A thread holds pairs, as the tensor cores take them: of every sixteen input features a
 pair from the first eight and one from the last eight. It reads four neighbors at once,
-so both pairs come from these, and the tokens of a product have their features
-`in_order_of_pairs`: exchanges between threads cost more than a product of few tokens.
+so both pairs come from these, and the tokens of a matmul have their features
+`in_order_of_pairs`: exchanges between threads cost more than a matmul of few tokens.
 The first pair is the even two of the four and the second the odd two, since masks take
 these from a word, a shift apart.
 """
@@ -46,7 +46,7 @@ def in_order_of_pairs(x: jax.Array) -> jax.Array:
 
 
 def load_widened(ref: Ref) -> jax.Array:
-    """A tile of weights in shared memory as the left operand of a product.
+    """A tile of weights in shared memory as the left operand of a matmul.
 
     Args:
         ref: [64, n] int8 or float8_e4m3fn, not NaN; n a multiple of 16.

@@ -1,4 +1,4 @@
-"""The product with a quantized weight through XLA.
+"""The matmul with a quantized weight through XLA.
 
 On a GPU XLA may write the whole weight in the type of x before it multiplies.
 """

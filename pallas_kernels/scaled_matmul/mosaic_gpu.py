@@ -1,11 +1,11 @@
-"""Hopper product of 8-bit floating-point operands, with sums that are promoted.
+"""Hopper matmul of 8-bit floating-point operands, with sums that are promoted.
 
 It is the kernel of `pallas_kernels.matmul` with another consumer. The tensor cores of
 Hopper align the products of 8-bit numbers to the largest before they add them, and keep
 some 14 bits: over thousands of products an error of 2% builds up. So they add only 128
 (one stage of the ring), and the consumer adds what they give to its own fp32 sums. Of
 a wide tile it promotes one half of the columns after the other, since both do not fit
-in registers; meanwhile the tensor cores have the products of the other consumer.
+in registers; meanwhile the tensor cores have the matmuls of the other consumer.
 
 Scales of the columns reach shared memory while the tile is multiplied.
 
@@ -93,7 +93,7 @@ def check_problem(problem: Problem, op_name: str = "scaled_matmul") -> None:
 
 
 def check_config(config: MatmulConfig, op_name: str) -> None:
-    """Checks that a config of another op cuts a product of 8-bit operands.
+    """Checks that a config of another op cuts a matmul of 8-bit operands.
 
     Raises:
         Unsupported: it does not; the message says what to do.
@@ -116,7 +116,7 @@ def promote_tile(
     meanwhile: Callable[[], None] | None = None,
     then: tuple[Any, Callable[[Any, Any, Any], tuple[Any, Any]]] | None = None,
 ) -> tuple[Sums, Scalar]:
-    """Consumer: sums the products of one output tile, as `multiply_tile` does.
+    """Consumer: accumulates the matmuls of one output tile, as `multiply_tile` does.
 
     Args:
         tiles: the cut; a stage is as deep as the tensor cores may sum.
@@ -191,7 +191,7 @@ class Scales:
     by_row: bool
     """Each row of the left operand has a scale."""
     by_column: bool
-    """Each column of the product has a scale."""
+    """Each column of the matmul has a scale."""
 
     def operands(self, a_scale: jax.Array, b_scale: jax.Array) -> Sums:
         """What the kernel takes: [1], or [M] in whole tiles and [N].

@@ -1,4 +1,4 @@
-"""The product of scaled 8-bit operands, as the tuner sees it."""
+"""The matmul of scaled 8-bit operands, for the tuner."""
 
 import functools
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""The product of scaled 8-bit operands through XLA: cuBLASLt on NVIDIA GPUs."""
+"""The matmul of scaled 8-bit operands through XLA: cuBLASLt on NVIDIA GPUs."""
 
 import jax
 import jax.numpy as jnp

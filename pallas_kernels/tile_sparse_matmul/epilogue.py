@@ -1,4 +1,4 @@
-"""Epilogue of a product by XLA: bias and activation in fp32, rounded once."""
+"""Epilogue of a matmul by XLA: bias and activation in fp32, rounded once."""
 
 import jax
 import jax.numpy as jnp

@@ -248,7 +248,7 @@ class TileSparse:
 
     @property
     def packed_columns(self) -> int:
-        """C: columns of the product before they are put in their places."""
+        """C: columns of the matmul before they are put in their places."""
         return self.shape[1] if self.columns is None else self.columns.shape[-1]
 
     @property

@@ -1,4 +1,4 @@
-"""Hopper tile-sparse product: gathered rows of x, packed weights, wgmma.
+"""Hopper tile-sparse matmul: gathered rows of x, packed weights, wgmma.
 
 The roles and the ring are those of `pallas_kernels.matmul.mosaic_gpu`, whose building
 blocks this kernel uses. An output block is one tile of features by `block_tokens`
@@ -493,7 +493,7 @@ def tile_sparse_matmul(
     config: TileSparseConfig,
     device: DeviceSpec,
 ) -> jax.Array:
-    """Computes the packed product on a Hopper GPU with fp32 sums.
+    """Computes the packed matmul on a Hopper GPU with fp32 sums.
 
     Args:
         x: [M,K] activations, or [K,M]; bfloat16 or float16.
@@ -572,7 +572,7 @@ def _stored(
 def _add_parts(
     parts: jax.Array, cut: _Cut, bias: jax.Array | None, activation: str | None
 ) -> jax.Array:
-    """Sums the parts of a split product; one fused kernel of XLA with the epilogue."""
+    """Sums the parts of a split matmul; one fused kernel of XLA with the epilogue."""
     p, splits = cut.problem, cut.config.splits
     if p.y_major:
         parts = parts.reshape(splits, -1, parts.shape[1])  # [splits,N,M]

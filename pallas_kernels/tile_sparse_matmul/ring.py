@@ -136,7 +136,7 @@ def multiply_steps(
     last: Scalar,
     slot: Scalar,
 ) -> tuple[jax.Array, Scalar]:
-    """Consumer: sums the products of the steps ``first .. last - 1``; maybe none.
+    """Consumer: accumulates the matmuls of the steps ``first .. last - 1``; maybe none.
 
     Args:
         tiles: the cut.
@@ -156,7 +156,7 @@ def multiply_steps(
         def step(k: jax.Array, slot: jax.Array) -> jax.Array:
             plgpu.barrier_wait(full.at[slot])
             plgpu.wgmma(acc, *tiles.operands(scratch, slot, consumer))
-            # One product stays in flight, the one before it has left its stage.
+            # One matmul stays in flight, the one before it has left its stage.
             plgpu.wgmma_wait(1)
             before = previous_slot(slot, 1, stages)
             pl.when(k > first)(lambda: plgpu.barrier_arrive(empty.at[before]))

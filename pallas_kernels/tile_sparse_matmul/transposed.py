@@ -2,7 +2,7 @@
 
 Groups of 64 rows become tiles of 64 columns, and a tile becomes a group of its G
 columns: the transpose is tile-wise again, so the gradient of the inputs is a sparse
-product too. Other granularities have no such transpose.
+matmul too. Other granularities have no such transpose.
 
 Axes: K input features, N output features, T tiles, P row capacity of a tile, G columns
 of a tile, B groups of 64 rows.

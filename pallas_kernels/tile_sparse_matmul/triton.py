@@ -1,7 +1,7 @@
-"""The tile-sparse product in Triton, through jax-triton: Ampere, Ada and Hopper.
+"""The tile-sparse matmul in Triton, through jax-triton: Ampere, Ada and Hopper.
 
 Triton turns the gather of rows of feature-major x into 16-byte cp.async into shared
-memory, double-buffered by its pipeliner, and the products into mma or wgmma. It shares
+memory, double-buffered by its pipeliner, and the matmuls into mma or wgmma. It shares
 no weights between multiprocessors and its schedule is one block a program, so on Hopper
 the Mosaic GPU kernel comes first.
 
@@ -32,7 +32,7 @@ __all__ = ["Launch", "launch_of", "tile_sparse_kernel", "tile_sparse_matmul"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The tiling and launch of one product by Triton."""
+    """The tiling and launch of one matmul by Triton."""
 
     block_tokens: int
     """Tokens of a program; its features are those of a tile."""
@@ -43,7 +43,7 @@ class Launch:
 
 
 def launch_of(tokens: int, tile: int, tiles: int, device: DeviceSpec) -> Launch:
-    """Choose the launch of a product on a GPU.
+    """Choose the launch of a matmul on a GPU.
 
     Args:
         tokens: M.
@@ -92,7 +92,7 @@ def tile_sparse_matmul(
     device: DeviceSpec | None,
     launch: Launch | None = None,
 ) -> jax.Array:
-    """Computes the packed product with fp32 sums.
+    """Computes the packed matmul with fp32 sums.
 
     Args:
         x: [M,K] activations, or [K,M]; bfloat16 or float16.

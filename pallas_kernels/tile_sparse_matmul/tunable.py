@@ -1,4 +1,4 @@
-"""The tile-sparse product, as the tuner sees it."""
+"""The tile-sparse matmul, for the tuner."""
 
 import functools
 from collections.abc import Callable, Mapping

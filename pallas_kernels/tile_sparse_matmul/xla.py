@@ -1,4 +1,4 @@
-"""The tile-sparse product through XLA: portable.
+"""The tile-sparse matmul through XLA: portable.
 
 Two forms. Where the activations that all tiles gather are fewer than the elements of
 the dense weight (decoding), they are gathered and multiplied tile by tile. Elsewhere
@@ -34,7 +34,7 @@ def tile_sparse_matmul(
     *,
     feature_major: tuple[bool, bool],
 ) -> jax.Array:
-    """Computes the packed product; sums are fp32 for 16-bit operands.
+    """Computes the packed matmul; sums are fp32 for 16-bit operands.
 
     Args:
         x: [M,K] activations, or [K,M].
@@ -65,7 +65,7 @@ def dense_matmul(
     feature_major: tuple[bool, bool],
     out_dtype: DTypeLike,
 ) -> jax.Array:
-    """The product by a dense weight [K,C], of `out_dtype`; otherwise as above."""
+    """The matmul by a dense weight [K,C], of `out_dtype`; otherwise as above."""
     x_major, y_major = feature_major
     if y_major:
         return _dot(dense, x, 0, 0 if x_major else 1, out_dtype)
@@ -89,7 +89,7 @@ def _dot(a: jax.Array, b: jax.Array, i: int, j: int, out_dtype: DTypeLike) -> ja
 
 
 def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Products of tiles with fp32 sums."""
+    """Matmuls of tiles with fp32 sums."""
 
     def run(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
@@ -97,7 +97,7 @@ def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     def widened(a: jax.Array, b: jax.Array) -> jax.Array:
         return run(a.astype(jnp.float32), b.astype(jnp.float32))
 
-    # XLA's batched products on a CPU do not sum bfloat16 in fp32.
+    # XLA's batched matmuls on a CPU do not sum bfloat16 in fp32.
     return lax.platform_dependent(a, b, cpu=widened, default=run)
 
 

@@ -20,7 +20,7 @@ by when they start together, for every query head of a group; without a mask the
 one another at the distance of one addition. A block waits only for blocks that come
 before it in the grid, which the hardware starts first. One warp waits for turns, a step
 ahead of another one that adds. Two passes, each with its own sums in registers, would
-need no order but seven products instead of five.
+need no order but seven matmuls instead of five.
 
 Queries are cut into tiles of their own buffer: a tile's dq, lse and delta lie in arrays
 of ``[tile, row of the tile]``, aligned wherever its sequence starts. Queries that are

@@ -9,7 +9,7 @@ global memory. With scores ``s``, weights ``p = exp(s - lse)`` and
 Half of the blocks own 64 keys of a sequence and key/value head, and walk over the
 queries that see them, of all query heads of the group, for dk and dv; the others own 64
 queries and walk over the keys that they see, for dq. Both compute ``p`` and ``ds``:
-seven products instead of five, and whoever sums a gradient is alone with it, so that it
+seven matmuls instead of five, and whoever sums a gradient is alone with it, so that it
 is written once, in its type, and repeats bit for bit.
 
 Queries are rows of the scores in both. Weights that are summed over queries are
@@ -317,7 +317,7 @@ class Tile:
         if x.softcap is not None:
             s = jnp.tanh(s * (scale / x.softcap))
             factor, derivative = x.softcap * LOG2E, 1.0 - s * s
-        # Of a query that sees nothing and of no query, weights are zero.
+        # Of a query that attends to nothing and of no query, weights are zero.
         minus_lse = jnp.where(lse == -jnp.inf, lse, lse * -LOG2E)
         s = s * factor + _spread(minus_lse)
         return jnp.exp2(self.mask(s, q_place, k_place)), derivative
@@ -328,7 +328,7 @@ class Tile:
         return s, self.scores.scale
 
     def meanwhile(self, step: Scalar, ds: Any) -> None:
-        """What else is done with ds, while the products of a step run."""
+        """What else is done with ds, while the matmuls of a step run."""
 
     def mask(self, s: Any, q_place: Place, k_place: Place) -> Any:
         """``-inf`` for keys that are not seen.
@@ -420,7 +420,7 @@ class KeyTile(Tile):
             plgpu.commit_smem()
             plgpu.wgmma(dv, p_smem.transpose((1, 0)), smem.at[1, 0])
             plgpu.wgmma(dk, ds_smem.transpose((1, 0)), smem.at[0, 0])
-            following = stats(i + 1)  # on their way while the products run
+            following = stats(i + 1)  # on their way while the matmuls run
             self.meanwhile(i, ds)
             plgpu.wgmma_wait(0)
             return following

@@ -3,7 +3,7 @@
 Where a tile has a handful of steps, what surrounds them costs more than they do. So
 nothing does: no table is computed ahead (each block finds its tile in ``cu_seqlens``),
 no other warpgroup is told what to do, nobody waits for a turn. The first keys and
-values are all asked for before the first product, and what hides latency is that four
+values are all asked for before the first matmul, and what hides latency is that four
 blocks share a multiprocessor.
 """
 

@@ -114,7 +114,7 @@ class Passes(typing.Protocol):
     ) -> tuple[
         Float[Array, "R T N Hv"], Float[Array, "R T N"], Float[Array, "R T N Hv"] | None
     ]:
-        """``(out, lse, rest)``: zeros and ``-inf`` for a query that sees nothing.
+        """``(out, lse, rest)``: zeros and ``-inf`` for a query that attends to nothing.
 
         None stands for no rest: it was not asked for, or out is fp32.
         """

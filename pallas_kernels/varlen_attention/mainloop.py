@@ -55,7 +55,7 @@ def _log2_factor(scores: Scores) -> float:
 
 
 def in_registers(ref: Ref, count: int) -> tuple[Any, ...]:
-    """The first chunks ``[64, 64]`` of shared memory, as left operands of products."""
+    """The first chunks ``[64, 64]`` of shared memory, as left operands of matmuls."""
     return tuple(
         plgpu.load(ref.at[chunk], layout=plgpu.Layout.WGMMA, optimized=False)
         for chunk in range(count)
@@ -75,7 +75,7 @@ def tile_terms(scores: Scores, blocks: ForwardBlocks) -> TileTerms | None:
 
 
 class ForwardMainloop:
-    """One warpgroup: 64 queries against all keys that the tile sees."""
+    """One warpgroup: 64 queries against all keys that the tile attends to."""
 
     def __init__(
         self,
@@ -358,11 +358,11 @@ class ForwardMainloop:
             self.take_turns()
             s = self.log2_scores(s, i, masked)
             p, state, scales, added = self.softmax(s, state, masked)
-            # Also keeps the exponentials ahead of the wait for the products: without a
+            # Also keeps the exponentials ahead of the wait for the matmuls: without a
             # loop between them, the assembler moves that wait before all of them.
             self.wait("v", i)
             sums = acc[...]
-            # No register that a later product reads may be written while products run,
+            # No register that a later matmul reads may be written while matmuls run,
             # or the assembler (its note C7513) makes them run one after another. So the
             # weights become 16-bit operands only here.
             p, state, added = lax.optimization_barrier((p, state, added))

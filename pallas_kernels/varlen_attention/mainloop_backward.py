@@ -217,7 +217,7 @@ class BackwardMainloop:
             plgpu.wgmma(acc, here, columns)
 
     def start_sum(self, acc: Ref, left: Any, right: Any, c: int) -> None:
-        """Starts a product of keys by queries, a chunk of columns of dk or dv."""
+        """Starts a matmul of keys by queries, a chunk of columns of dk or dv."""
         columns = acc.at[:, c * CHUNK : (c + 1) * CHUNK]
         plgpu.wgmma(columns, left, right.at[self.first_chunk + c])
 
@@ -314,8 +314,8 @@ class BackwardMainloop:
 class OwnKeys(BackwardMainloop):
     """64 keys of its own, all queries of a step, all columns.
 
-    Products and what lies between them take turns in a warpgroup: it stands still until
-    all but the last few of the products it started are done. So the tensor cores are
+    Matmuls and what lies between them take turns in a warpgroup: it stands still until
+    all but the last few of the matmuls it started are done. So the tensor cores are
     busy only while the warpgroups are at different places of a step. The second one
     starts half a step late, and nothing makes them meet: dq of a step, which needs the
     ds of both, is multiplied in the step after it.
@@ -377,7 +377,7 @@ class OwnKeys(BackwardMainloop):
                 def _() -> None:
                     plgpu.barrier_arrive(scratch["half_a_step"])
 
-            # Operands in registers are made after the products, see the forward pass.
+            # Operands in registers are made after the matmuls, see the forward pass.
             p = lax.optimization_barrier(p)
             ds, sums = self.score_gradients(p, dp, derivative, index, stage, slope_sums)
             p, ds = lax.optimization_barrier((p.astype(dtype), ds.astype(dtype)))

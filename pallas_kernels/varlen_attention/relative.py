@@ -123,7 +123,7 @@ class RelativeBias:
 
     In disentangled attention the former is content to position, ``scale * q . pos_k``,
     the latter position to content, ``scale * k . pos_q``, both for all P positions:
-    products of [T, H] and [H, P], never [T, S]. As a pytree it has its two arrays as
+    matmuls of [T, H] and [H, P], never [T, S]. As a pytree it has its two arrays as
     leaves, so it can be differentiated and mapped over like q and k.
 
     Example:
@@ -234,7 +234,7 @@ _terms.defvjp(_terms_forward, _terms_backward)
 
 
 def _product(letters: str, a: Array, b: Array) -> Array:
-    """A product of operands of one type, with sums in fp32."""
+    """A matmul of operands of one type, with sums in fp32."""
     return jnp.einsum(letters, a, b, preferred_element_type=jnp.float32)
 
 
@@ -289,7 +289,7 @@ def tile_gradient(
     entries = _tile_entries(buckets, first, shape)
     # Entries never fall with the distance, so each is an interval of distances, and its
     # sum a difference of prefix sums. A scattered sum would vary on a GPU, and a
-    # product with a matrix of zeros and ones costs four times as much.
+    # matmul with a matrix of zeros and ones costs four times as much.
     bounds = jnp.arange(buckets.num_entries + 1, dtype=jnp.int32)
     starts = jnp.sum(entries[None] < bounds[:, None], axis=1, dtype=jnp.int32)
 

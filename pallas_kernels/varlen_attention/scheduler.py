@@ -221,7 +221,7 @@ def tile_sequences(
 def interval_of_keys(
     first_row: AnyArray, last_row: AnyArray, seq: Sequences, window: Window
 ) -> tuple[AnyArray, AnyArray]:
-    """The keys that any of some consecutive queries of a sequence sees.
+    """The keys that any of some consecutive queries of a sequence attends to.
 
     Args:
         first_row: the first query.

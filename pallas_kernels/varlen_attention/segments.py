@@ -18,7 +18,7 @@ from pallas_kernels.arrays import concrete
 
 
 type Window = tuple[int | None, int | None]
-"""How many keys a query sees to the left and to the right; None is no limit."""
+"""Keys that a query attends to on its left and its right; None is no limit."""
 
 
 def check_cu_seqlens(
@@ -223,7 +223,7 @@ def visible_ranges(
 
     Returns:
         ``(start, stop, diagonal)``, int32 [T] each, as rows of the packed buffer of
-        the columns: row ``t`` sees ``start[t] <= j < stop[t]``, nothing where
+        the columns: row ``t`` attends to ``start[t] <= j < stop[t]``, nothing where
         ``start[t] == stop[t]``; ``diagonal[t]`` is the column on its diagonal, which
         may lie outside the sequence. All are 0 past the last sequence.
     """

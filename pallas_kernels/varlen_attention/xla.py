@@ -82,7 +82,7 @@ def varlen_attention_xla(
 def default_passes(scores: Scores, x: Inputs, device: DeviceSpec | None) -> Passes:
     """The passes in plain JAX, in blocks that suit the device.
 
-    A GPU needs large products to hide the launches of each step of the loops: on an
+    A GPU needs large matmuls to hide the launches of each step of the loops: on an
     H200 blocks of 512 are four times as fast as 128. A CPU works in its cache.
     """
     size = 128 if device is None else 512
@@ -143,7 +143,7 @@ def _forward(loops: _Loops, x: Inputs) -> tuple[Array, Array]:
     sink = jnp.float32(-jnp.inf)
     if x.sinks is not None:
         sink = x.sinks.astype(jnp.float32).reshape(num_kv, groups, 1, 1)  # [K, G, 1, 1]
-    # A sink is a key with the value zero that every query sees first.
+    # A sink is a key with the value zero that every query attends to first.
     acc = jnp.broadcast_to(column, (*column.shape[:3], x.v.shape[-1]))
     carry = acc, column + sink, column + (sink > -jnp.inf).astype(jnp.float32)
 

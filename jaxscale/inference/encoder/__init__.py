@@ -1,1 +1,1 @@
-"""Embeddings and labels of texts by encoders, without computation on padding."""
+"""Encoder inference: embeddings and classification of texts, without padding."""

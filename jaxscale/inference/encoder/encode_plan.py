@@ -1,4 +1,4 @@
-"""The packing of texts into rows of a few sizes."""
+"""Sequence packing of texts into rows of a few sizes."""
 
 import bisect
 import dataclasses
@@ -11,23 +11,23 @@ from jaxscale.nn.packing import assign_rows
 
 _SMALLEST_BUDGET = 128
 _TOKENS_A_TEXT = (128, 32, 8, 1)
-"""A row is compiled for texts of so many tokens on average, and longer ones."""
+"""Rows are compiled for texts of at least these average lengths."""
 _FEWEST_TEXTS = 32
-"""Room for fewer makes nothing faster."""
+"""A smaller capacity would not be faster."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodePlan:
-    """The packing of texts: the texts of each row, and the size of the rows."""
+    """A packing: the texts of each row, and the sizes of the rows."""
 
     lengths: tuple[int, ...]
     """Tokens of each text."""
     rows: tuple[tuple[int, ...], ...]
     """Indices of the texts of each row."""
     budgets: tuple[int, ...]
-    """Tokens that each row is computed with: some of those of `budgets`."""
+    """Size of each row in tokens, one of `budgets`."""
     capacities: tuple[int, ...]
-    """Texts that each row has room for."""
+    """Capacity of each row, in texts."""
 
     @property
     def num_tokens(self) -> int:
@@ -36,7 +36,7 @@ class EncodePlan:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of all rows, the unused ones among them."""
+        """Tokens of all rows, padding included."""
         return sum(self.budgets)
 
 
@@ -45,15 +45,16 @@ def plan_rows(
 ) -> EncodePlan:
     """Pack texts into rows of at most `token_budget` tokens, the longest texts first.
 
-    There are as few rows as the budget allows, and they are about equally full.
+    The number of rows is the minimum for the budget, and they are about equally full.
 
     Args:
         lengths: Tokens of each text.
-        token_budget: Most tokens of a row.
-        parts: Rows that are computed at a time, by as many devices: they have one size.
+        token_budget: Maximum tokens per row.
+        parts: Rows per batch, one per device; rows of a batch have the same size.
 
     Raises:
-        ValueError: a text is longer than a row, or the budget is no positive integer.
+        ValueError: a text is longer than a row, or the budget is not a positive
+            integer.
 
     Example:
         >>> plan_rows([3, 60, 2], 64).rows
@@ -110,10 +111,10 @@ def _even_rows(
 
 @functools.lru_cache
 def budgets(token_budget: int) -> tuple[int, ...]:
-    """The sizes of rows that the model is compiled for, the smallest first.
+    """The row sizes that the model is compiled for, the smallest first.
 
-    The steps are such that at most 15% of a row stay unused, unless it has fewer tokens
-    than 85% of the smallest size.
+    At most 15% of a row is padding, unless it has fewer tokens than 85% of the smallest
+    size.
 
     Example:
         >>> budgets(300)
@@ -130,9 +131,10 @@ def budgets(token_budget: int) -> tuple[int, ...]:
 
 @functools.lru_cache
 def capacities(size: int) -> tuple[int, ...]:
-    """How many texts the rows of a size are compiled for, the fewest first.
+    """The capacities, in texts, that rows of a size are compiled for, the smallest
+    first.
 
-    Attention chooses its kernel by the average length for which there is room.
+    Attention chooses its kernel by the average length at capacity.
 
     Example:
         >>> capacities(4096)

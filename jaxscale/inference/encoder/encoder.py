@@ -1,6 +1,6 @@
-"""Texts to embeddings and answers of an encoder, packed so that nothing is padded.
+"""Encoder inference with sequence packing: texts to embeddings and logits.
 
-Legend: B rows, T tokens of a row, S sequences of a row, D model, C labels.
+Legend: B packed rows, T tokens per row, S sequences per row, D model, C labels.
 """
 
 import collections
@@ -51,11 +51,10 @@ type Method = Literal["encode", "predict"]
 class Encoder:
     """An encoder, its tokenizer and its pooling, for lists of texts of any lengths.
 
-    Texts are tokenized, sorted by length and packed into rows, of which at most 15% are
-    unused from 109 tokens on. Rows come in some thirty sizes, for each of which the
-    model is compiled once: at its first use, or before by `compile`. While the device
-    computes a row, the next one is on its way; results come back in the order of the
-    texts.
+    Texts are tokenized, sorted by length and packed into rows, with at most 15% padding
+    from 109 tokens on. There are some thirty row sizes, for each of which the model is
+    compiled once: at its first use, or before by `compile`. While the device computes a
+    row, the next one is transferred; results are returned in the order of the texts.
 
     Example:
         >>> import dataclasses
@@ -83,16 +82,16 @@ class Encoder:
         Args:
             model: The encoder, with a head if `predict` is to be called. With
                 ``scan_layers=False`` and without a mesh it takes longer to compile and
-                runs faster: `EncoderModel.unstacked`. Its parameters are taken as they
-                are now: make another `Encoder` after they have changed.
+                runs faster: `EncoderModel.unstacked`. Its parameters are copied now:
+                make another `Encoder` after they have changed.
             tokenizer: The tokenizer of the model.
-            pooling: The vector of a text, from those of its tokens.
+            pooling: How the vector of a text is made from those of its tokens.
             normalize: True: `encode` scales each embedding to length 1.
-            max_length: Most tokens of a text; None is what `tokenizer` notes of its
-                model, at which `predict` then cuts texts as training did, or else what
-                the model allows.
-            mesh: The devices that the model is on; None is one. Rows are split over
-                the mesh axes of its rule for ``batch``.
+            max_length: Maximum tokens per text; None is the `tokenizer`'s maximum
+                length, to which `predict` then truncates texts as training did, or else
+                the model's limit.
+            mesh: The devices of the model; None is one. Batches are split over the mesh
+                axes of its rule for ``batch``.
 
         Raises:
             ValueError: the tokenizer has more tokens than the model, `pooling` is
@@ -110,7 +109,7 @@ class Encoder:
                 f"max_length {max_length} must be positive and at most "
                 f"{config.max_seq_len}, the longest sequence of the model"
             )
-        # The fast program of one device reads no stack of layers.
+        # The fast program for one device has no stack of layers.
         single = mesh is None and not model.scan_layers
         self.model = model.unstacked() if single else model
         self.tokenizer = tokenizer
@@ -120,7 +119,7 @@ class Encoder:
         limit = config.max_seq_len if noted is None else noted
         self.max_length = max_length or min(limit, config.max_seq_len)
         self.cuts = noted is not None
-        """Whether `predict` cuts texts at `max_length` where it is not told."""
+        """Whether `predict` truncates texts to `max_length` by default."""
         self.mesh = mesh
         embed = functools.partial(_embed, pooling=pooling, normalize=normalize)
         answers = model.head is not None and model.head.config.pools
@@ -151,12 +150,12 @@ class Encoder:
     ) -> "Encoder":
         """The encoder of a Hugging Face or sentence-transformers directory, or a run.
 
-        A ``modules.json`` says how sentences are embedded: its pooling, whether
-        embeddings are normalized, and the longest text. Without one, the mean over the
-        tokens is taken as it is, and ``model_max_length`` of the tokenizer is the
-        longest text, which for a model that was trained here is the length at which
-        its texts were cut: so `predict` cuts them too. A `max_length` that is given is
-        a limit beyond which texts are refused.
+        A ``modules.json`` says how sentences are embedded: the pooling, whether
+        embeddings are normalized, and the maximum length. Without one, embeddings are
+        the unnormalized mean over the tokens, and the maximum length is
+        ``model_max_length`` of the tokenizer; for a model trained here, this is the
+        length that its texts were truncated to, so `predict` truncates them too. Texts
+        longer than a given `max_length` are refused.
 
         Args:
             path: The directory, with ``config.json``, safetensors and
@@ -165,17 +164,17 @@ class Encoder:
             pooling: Setting to use instead of the directory's.
             normalize: Setting to use instead of the directory's.
             max_length: Setting to use instead of the directory's.
-            mesh: The devices; None is the first one alone.
-            rules: Mesh axes that split parameters and rows.
+            mesh: The devices; None is the first device only.
+            rules: Mesh axes that split parameters and batches.
             dtype: Type of the computation; None is that of the parameters.
-            param_dtype: Type of the parameters; None keeps that of the file. A run has
-                no other.
+            param_dtype: Type of the parameters; None keeps that of the file. Not for
+                runs.
             **options: Further arguments of `jaxscale.models.load`.
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: as `load`, the model is a decoder, or ``modules.json`` asks for
-                what we lack.
+            ValueError: as `load`, the model is a decoder, or ``modules.json`` has an
+                unsupported setting.
         """
         path = local_directory(path)
         settings = sentence_settings(path)
@@ -217,20 +216,21 @@ class Encoder:
 
         Args:
             texts: Texts, pairs of texts, or token ids of texts, in any mixture.
-            token_budget: Most tokens of a row on each device. More keep a large GPU
+            token_budget: Maximum tokens per row on each device. More keep a large GPU
                 busy; the results do not depend on it. None is 16,384, or on a CPU 512,
                 doubled until the longest text fits.
-            truncate: Cut texts of more than `max_length` tokens; otherwise they are an
-                error.
+            truncate: Truncate texts of more than `max_length` tokens; otherwise they
+                are an error.
             progress: Show a bar; None shows one in a terminal or notebook.
 
         Returns:
             The embeddings in the order of `texts`.
 
         Raises:
-            TypeError: `texts` is one string or no list, or holds what is no text.
+            TypeError: `texts` is one string or not a list, or has an element that is
+                not a text.
             ValueError: a text is empty or too long, or the budget is too small for it
-                or no positive integer.
+                or not a positive integer.
         """
         found = self._run("encode", texts, token_budget, truncate, progress)
         width = self.model.config.d_model
@@ -249,24 +249,25 @@ class Encoder:
     ) -> Float[np.ndarray, "texts C"] | list[Float[np.ndarray, "_ C"]]:
         """The logits of the model's head for each text, in fp32.
 
-        Arguments and errors as for `encode`, but that texts which are longer than those
-        that the head was trained on are cut as they were then, with a line on the log:
-        so the accuracy is that of training. Logits of a ``masked_lm`` head take 4 V
-        bytes for each token of the budget: give it a small one.
+        Arguments and errors are as for `encode`, except that texts longer than in
+        training are truncated as in training, with a warning in the log, so the
+        accuracy is that of training. Logits of a ``masked_lm`` head take 4 V bytes per
+        token of the budget: use a small one.
 
         Args:
             texts: Texts, or pairs of texts.
-            token_budget: Most tokens of a row on each device.
-            truncate: Cut texts of more than `max_length` tokens; False refuses them.
-                None cuts them if the model's own files or tokenizer say that length.
+            token_budget: Maximum tokens per row on each device.
+            truncate: Truncate texts of more than `max_length` tokens; False refuses
+                them. None truncates if the length is from the model's own files or
+                tokenizer.
             progress: Show a bar; None shows one in a terminal or notebook.
 
         Returns:
-            [texts, C] from a head of sequences. From a head of tokens a list: for each
-            text [tokens, C], the tokens being those of ``tokenizer.encode_inputs``.
+            [texts, C] from a sequence head. From a token head a list with [tokens, C]
+            per text, for the tokens of ``tokenizer.encode_inputs``.
 
         Raises:
-            ValueError: also where the model has no head.
+            ValueError: also if the model has no head.
         """
         head = self.model.head
         if head is None or head.config.kind == "pooler":
@@ -297,9 +298,9 @@ class Encoder:
 
         Args:
             texts: Texts, pairs of texts, or token ids of texts, in any mixture.
-            token_budget: Most tokens of a row on each device.
-            truncate: Cut texts of more than `max_length` tokens; otherwise they are an
-                error.
+            token_budget: Maximum tokens per row on each device.
+            truncate: Truncate texts of more than `max_length` tokens; otherwise they
+                are an error.
 
         Raises:
             ValueError: as `encode`.
@@ -313,25 +314,25 @@ class Encoder:
         token_budget: int | None = None,
         wait: bool = True,
     ) -> None:
-        """Compile what `encode` or `predict` runs, so that no call waits for it.
+        """Compile the programs of `encode` or `predict` in advance.
 
-        That is one to three programs for each size of rows, enough for texts of at
-        least 8 tokens on average. Without it, or while it goes on in the background, a
-        call waits for those alone that it needs.
+        There are one to three programs per row size, enough for texts of at least 8
+        tokens on average. Without this, or while it runs in the background, a call
+        waits only for the programs that it needs.
 
         Args:
             method: ``"encode"`` or ``"predict"``.
-            token_budget: Of the calls that will come: with another, the sizes differ.
-                None is theirs, for texts of at most 512 tokens on a CPU.
+            token_budget: The token budget of later calls, on which the sizes depend.
+                None is their default, on a CPU for texts of at most 512 tokens.
             wait: False: return at once, and compile in the background.
 
         Raises:
-            ValueError: `method` is neither, or the budget is no positive integer.
+            ValueError: `method` is neither, or the budget is not a positive integer.
         """
         check_choice("method", method, Method)
         if token_budget is None:
             token_budget = self._budget([])
-        plan_rows([], token_budget)  # complains of the budget
+        plan_rows([], token_budget)  # raises for an invalid budget
         futures = self._programs.begin(
             ProgramShape(method, size, room)
             for size in reversed(budgets(token_budget))
@@ -361,7 +362,8 @@ class Encoder:
             for i, text in zip(long, cut, strict=True):
                 encoded[i] = text
         for i, text in enumerate(encoded):
-            # Characters without a token, as a zero-width space, leave the template.
+            # Characters without a token, such as a zero-width space, leave only the
+            # template.
             if all(text.control):
                 raise ValueError(f"texts[{i}] {texts[i]!r} has no tokens; leave it out")
         return encoded
@@ -397,11 +399,11 @@ class Encoder:
         return plan_rows(lengths, token_budget, parts=self._num_rows)
 
     def _budget(self, lengths: Sequence[int]) -> int:
-        """The budget that suits the device, and the longest text."""
+        """The default budget for the device and the longest text."""
         device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
         if device.platform != "cpu":
             return _GPU_BUDGET
-        # Attention of a CPU scores all pairs of a row, also those of two texts.
+        # Attention on a CPU scores all pairs of a row, also across texts.
         budget = _CPU_BUDGET
         while budget < max(lengths, default=0):
             budget *= 2
@@ -415,7 +417,7 @@ class Encoder:
         truncate: bool,
         progress: bool | None,
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Index and result of each text, row after row; mistakes are raised at once."""
+        """Index and result of each text, row by row; errors are raised at once."""
         encoded = self._tokenize(texts, truncate)
         plan = self._plan(encoded, token_budget)
         return self._results(method, encoded, plan, progress)
@@ -458,7 +460,7 @@ class Encoder:
     def _steps(
         self, plan: EncodePlan
     ) -> Iterator[tuple[list[tuple[int, ...]], int, int]]:
-        """The rows that are computed at a time, their size and room for texts."""
+        """The rows of each batch, their size and capacity."""
         for start in range(0, len(plan.rows), self._num_rows):
             group = list(plan.rows[start : start + self._num_rows])
             yield group, plan.budgets[start], plan.capacities[start]
@@ -466,7 +468,7 @@ class Encoder:
     def _batch(
         self, rows: Sequence[Sequence[EncodedText]], size: int, room: int
     ) -> np.ndarray | Array:
-        """The batch of `EncodePrograms`; rows that are missing are empty."""
+        """The batch for `EncodePrograms`; missing rows are empty."""
         batch = self._programs.batch(size, room)
         for i, row in enumerate(rows):
             batch.fill(i, row)
@@ -476,14 +478,14 @@ class Encoder:
 
     @property
     def _place(self) -> NamedSharding | None:
-        """Where the rows go."""
+        """The sharding of a batch."""
         if self.mesh is None:
             return None
         return NamedSharding(self.mesh, self.model.rules.spec("batch", None))
 
     @property
     def _num_rows(self) -> int:
-        """Rows that are computed at a time: one for each part of the batch."""
+        """Rows per batch: one per data-parallel device."""
         if self.mesh is None:
             return 1
         axes = self.model.rules.mesh_axes(["batch"])
@@ -526,7 +528,7 @@ def _answer(
 
 
 def _as_encoded(ids: list[int]) -> EncodedText:
-    """Token ids as one text, of which no token is left out."""
+    """Token ids as one text, with all tokens."""
     count = len(ids)
     return EncodedText(
         ids=ids, types=[0] * count, spans=[(0, 0)] * count, control=[False] * count
@@ -538,7 +540,7 @@ def _check_texts(texts: Sequence[Text]) -> None:
         raise TypeError(
             "texts must be a list of strings, got one string; pass [text] for one text"
         )
-    # Answers come in the order of the texts, so they must have one and lie still.
+    # Results are in the order of the texts, so `texts` must be an ordered sequence.
     ordered = hasattr(texts, "__getitem__") and not isinstance(texts, Mapping)
     if not ordered:
         raise TypeError(

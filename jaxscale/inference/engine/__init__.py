@@ -1,1 +1,1 @@
-"""The engine of continuous batching: scheduler, paged KV cache, compiled programs."""
+"""The continuous-batching engine: scheduler, paged KV cache, compiled programs."""

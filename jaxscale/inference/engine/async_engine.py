@@ -1,4 +1,4 @@
-"""The engine for asyncio, which servers run on."""
+"""The engine for asyncio, used by servers."""
 
 import asyncio
 import collections
@@ -12,14 +12,14 @@ from jaxscale.inference.request import EngineDead, Output, Request, joined
 
 type _News = list[Output] | EngineDead
 
-_KEPT = 32  # outputs of a request that wait, before they are joined
+_KEPT = 32  # pending outputs of a request, before they are merged
 
 
 class _Mailbox:
-    """What a request has brought since its reader looked; used on the event loop.
+    """The pending outputs of a request; used on the event loop.
 
-    It never holds more than a few outputs: for a reader that is slow they are joined,
-    one for each sequence.
+    It never holds more than a few outputs: for a slow reader they are merged, one per
+    sequence.
     """
 
     def __init__(self, request: Request) -> None:
@@ -29,7 +29,7 @@ class _Mailbox:
         self._news = asyncio.Event()
 
     def put(self, news: _News) -> None:
-        """Add news."""
+        """Add an output."""
         if isinstance(news, EngineDead):
             self._dead = news
         else:
@@ -39,10 +39,10 @@ class _Mailbox:
         self._news.set()
 
     async def get(self) -> list[Output]:
-        """Wait for news, and take them.
+        """Wait for outputs, and take them.
 
         Raises:
-            EngineDead: there will be none.
+            EngineDead: the engine has failed.
         """
         await self._news.wait()
         self._news.clear()
@@ -53,7 +53,7 @@ class _Mailbox:
 
 
 class AsyncEngine:
-    """An `Engine` for asyncio: outputs of a tick reach the event loop together.
+    """An `Engine` for asyncio: outputs of a step reach the event loop together.
 
     Example:
         >>> import asyncio
@@ -63,20 +63,20 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Wrap an engine that was started.
+        """Wrap a started engine.
 
         Args:
-            engine: It may serve others, too.
+            engine: The engine, which may also have other clients.
         """
         self.engine = engine
         self._ready: list[tuple[asyncio.AbstractEventLoop, _Mailbox, _News]] = []
         engine.after_tick.append(self._post)
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
-        """What the request brings, until it has ended.
+        """The outputs of the request, until it has ended.
 
-        Who reads slowly gets longer outputs: those that wait are joined.
-        Closing the iterator, or canceling the task that reads it, aborts the request.
+        A slow reader gets longer outputs: pending ones are merged. Closing the
+        iterator, or canceling the task that reads it, aborts the request.
 
         Raises:
             InvalidRequest, Overloaded, Draining, EngineDead: as `Engine.submit`.
@@ -99,11 +99,11 @@ class AsyncEngine:
                     remaining -= output.finish is not None
                     yield output
         finally:
-            if remaining:  # a dead engine forgets what it is told
+            if remaining:  # a dead engine drops outputs
                 self.engine.abort(request.id, sink)
 
     def _post(self) -> None:
-        """Hand what is ready to each event loop, on the engine's thread."""
+        """Pass pending outputs to each event loop, on the engine's thread."""
         by_loop: dict[Any, list[tuple[_Mailbox, _News]]]
         by_loop = collections.defaultdict(list)
         for loop, news, outputs in self._ready:

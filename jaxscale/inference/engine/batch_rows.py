@@ -1,10 +1,9 @@
-"""The rows of the decoded batch: what a row holds on the device, and who has which.
+"""The rows of the decode batch: their state on the device, and their owners.
 
-A request that is being decoded has a slot, a row of an int32 array on the device. Only
-the first `bucket` rows are decoded, a power of two, because each size of batch is a
-program of its own. When at most half of them are in use, the rows behind move into the
-holes before them (Flover's reordering, of rows instead of caches) and the bucket
-shrinks.
+A running request has a slot, a row of an int32 array on the device. Only the first
+`bucket` rows are decoded, a power of two, because each batch size is a separate
+program. When at most half of them are in use, later rows move into the holes before
+them (Flover's reordering, of rows instead of caches) and the bucket shrinks.
 """
 
 import enum
@@ -17,10 +16,11 @@ from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 
 
 SMALLEST_BUCKET = 2
-"""XLA turns the product of one row with the table of tokens into fp32 copies of it."""
+"""XLA turns the matmul of one row with the embedding table into fp32 copies of the
+table."""
 
 NUM_STOPS = 8
-"""Stop tokens that a row has room for; the scheduler knows of any others."""
+"""Stop tokens per row on the device; the scheduler checks any others."""
 
 
 _LARGEST = (2 - 2**-23) * 2.0**127  # of fp32
@@ -36,11 +36,13 @@ class Column(enum.IntEnum):
     LENGTH = 2
     """Tokens in the cache, so the position of `TOKEN`."""
     LIMIT = 3
-    """The row ends when LENGTH + 1, the tokens with the newest, reaches it."""
+    """The row ends when LENGTH + 1, the tokens including the newest, reaches it."""
     SEED = 4
-    """Two columns, low and high half: draws depend on them and the position alone."""
+    """Two columns, low and high half: sampling depends only on them and the
+    position."""
     TEMPERATURE = 6
-    """Bits of an fp32; 0 is greedy. So are the next six where they are no integers."""
+    """Bits of an fp32; 0 is greedy. The next six are also fp32, unless they are
+    integers."""
     TOP_K = 7
     """An integer; 0 for all tokens."""
     TOP_P = 8
@@ -56,28 +58,28 @@ class Column(enum.IntEnum):
     STOPS = 16
     """`NUM_STOPS` columns; -1 where there are fewer."""
     TABLE = 32
-    """Pages in the order of their tokens. Columns behind those that were set mean
-    nothing: a row must not write at LIMIT - 1 or behind it."""
+    """Pages in the order of their tokens. Later columns are undefined: a row must not
+    write at LIMIT - 1 or after it."""
 
 
 class RowFlag(enum.IntEnum):
     """The bits of `Column.FLAGS`."""
 
     LIVE = 1
-    """The row is decoded. The device clears it where the row ends."""
+    """The row is live. The device clears the bit when the row ends."""
 
 
 class OutFlag(enum.IntEnum):
-    """Flags of a drawn token, set by the device."""
+    """Flags of a sampled token, set by the device."""
 
     ENDED = 1
     """The row has ended with this token."""
     STOPPED = 2
     """... because it is a stop token."""
     NOT_FINITE = 4
-    """The logits were not finite; the token means nothing."""
+    """The logits were not finite; the token is invalid."""
     DRAFTED = 8
-    """A draft stood in this place; a token follows it if it was right."""
+    """There was a draft token at this position; a token follows if it was accepted."""
 
 
 def float_bits(value: float) -> int:
@@ -105,8 +107,8 @@ def stop_row(row: int) -> Change:
 def whole_row(c: Sequence) -> list[Change]:
     """The changes that make a row one of `c`, up to its page table.
 
-    It is live at once where the token that it goes on with is known; otherwise the
-    device sets token and flags at the end of the prefill.
+    It is live at once if its next input token is known; otherwise the device sets token
+    and flags at the end of the prefill.
     """
     assert c.slot is not None
     params, token = c.request.params, c.forced
@@ -134,9 +136,9 @@ def whole_row(c: Sequence) -> list[Change]:
 
 
 def forced(c: Sequence) -> list[Change]:
-    """The changes that let a row go on with a token that is known.
+    """The changes that let a row continue with a known token.
 
-    It is live whatever was drawn before: that could have been one that stops.
+    It is live whatever was sampled before, even a stop token.
     """
     if (token := c.forced) is None:
         return []
@@ -148,13 +150,13 @@ def forced(c: Sequence) -> list[Change]:
 
 
 def table(c: Sequence) -> list[Change]:
-    """The changes that add pages which the device does not know yet to a table."""
+    """The changes that add new pages to a page table on the device."""
     assert c.slot is not None
     return [(c.slot, Column.TABLE + i, c.pages[i]) for i in range(c.told, len(c.pages))]
 
 
 class BatchRows[T]:
-    """The owners of rows, the number of decoded rows, and those that must be stopped.
+    """The owners of rows, the decode batch size, and rows to stop.
 
     Example:
         >>> slots = BatchRows[str](4)
@@ -171,7 +173,7 @@ class BatchRows[T]:
     def __init__(
         self, count: int, moved: Callable[[T, int], None] | None = None
     ) -> None:
-        """All rows free.
+        """Start with all rows free.
 
         Args:
             count: S, rows on the device.
@@ -186,35 +188,35 @@ class BatchRows[T]:
         self._half_empty = 0
 
     def take(self, owner: T) -> int:
-        """The lowest free row, now the owner's."""
+        """Assign the lowest free row to the owner."""
         row = heapq.heappop(self._free)
         self.rows[row] = owner
         self.num_used += 1
         return row
 
     def free(self, row: int) -> None:
-        """Take a row from its owner; the device must be told to stop it."""
+        """Free the row of an owner; the device must be told to stop it."""
         self.rows[row] = None
         self.num_used -= 1
         self._stopped.add(row)
         heapq.heappush(self._free, row)
 
     def take_stopped(self) -> list[int]:
-        """Rows that were left since the last call; the device may still decode them.
+        """Rows freed since the last call; the device may still decode them.
 
-        Some have a new owner, and need stopping unless the owner sets them anew.
+        Some have a new owner, and must be stopped unless the owner sets them anew.
         """
         rows = sorted(self._stopped)
         self._stopped.clear()
         return rows
 
     def resize(self, used: int) -> list[int] | None:
-        """Choose the bucket for `used` rows, those yet to be taken among them.
+        """Choose the bucket for `used` rows, including those yet to be assigned.
 
-        It grows at once, and shrinks when half of it was free twice in a row.
+        It grows at once, and shrinks when half of it was free twice in succession.
 
         Returns:
-            [S], the row that each row is taken from; None where nothing moves.
+            [S], the source row of each row; None if nothing moves.
         """
         wanted = max(SMALLEST_BUCKET, 1 << (used - 1).bit_length() if used else 0)
         if wanted >= self.bucket:
@@ -236,8 +238,8 @@ class BatchRows[T]:
             new = heapq.heappop(self._free)
             self.rows[new], self.rows[old] = owner, None
             source[new] = old
-            # The row is stopped in its new place if it was to be in the old one, where
-            # a copy stays that would go on by itself.
+            # A row to be stopped is stopped in its new place; the copy in the old
+            # place, which would go on by itself, is stopped too.
             (self._stopped.add if old in self._stopped else self._stopped.discard)(new)
             self._stopped.add(old)
             heapq.heappush(self._free, old)
@@ -246,15 +248,15 @@ class BatchRows[T]:
         return None if source == stay else source
 
     def owners(self) -> Iterable[T]:
-        """Everyone who has a row, by rows."""
+        """The owners of rows, in row order."""
         return (owner for owner in self.rows[: self.bucket] if owner is not None)
 
 
 class RowUpdates:
-    """Collects the changes of rows until they are sent."""
+    """Collects changes of rows until they are sent."""
 
     def __init__(self, slots: BatchRows[Sequence]) -> None:
-        """Nothing has changed.
+        """Start without changes.
 
         Args:
             slots: The owners of the rows.
@@ -262,18 +264,18 @@ class RowUpdates:
         self._slots = slots
         self._grown: list[Sequence] = []
         self.replaying: list[Sequence] = []
-        """Those that were preempted and draw what is known in the present tick."""
+        """Preempted sequences that replay known tokens in the current step."""
 
     def grow(self, c: Sequence) -> None:
-        """Note that the table of `c` on the device lacks pages, if it has a row."""
+        """Record that the device's page table of `c` lacks pages, if it has a row."""
         self._grown.append(c)
 
     def take(self, placed: abc.Sequence[Sequence], tick: int) -> list[Change]:
         """The changes since the last call, no cell twice.
 
         Args:
-            placed: Those that go live in this tick.
-            tick: Its number.
+            placed: Sequences that go live in this step.
+            tick: Number of the step.
         """
         changes = []
         for row in self._slots.take_stopped():

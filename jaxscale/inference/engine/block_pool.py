@@ -1,9 +1,10 @@
-"""Pages of the key/value cache: who holds which, and what the free ones still contain.
+"""The page pool of the KV cache: reference counts, and the prefix cache in free pages.
 
-A page holds the keys and values of `page_size` neighboring tokens of a sequence. A full
-page has a name, the hash of all tokens up to its end, under which other sequences that
-begin alike find it; so only full pages are ever shared, and none is ever copied. A page
-that nobody holds keeps its contents until the page is needed, the oldest first.
+A page (block) holds the keys and values of `page_size` consecutive tokens of a
+sequence. A full page has a name, the hash of all tokens up to its end, by which
+sequences with the same prefix find it; so only full pages are ever shared, and none is
+ever copied. A page that nobody holds keeps its contents until it is needed, least
+recently used first.
 """
 
 import array
@@ -44,9 +45,9 @@ def page_hash(
     Args:
         parent: The name of the page before it, or `root_of` the adapter.
         tokens: The tokens of the page.
-        salt: Whoever does not know it cannot find the page.
-        decoded: The position from which on decoding has computed the sequence, if it
-            lies in the page or before: prefill rounds differently.
+        salt: Requests with another salt cannot find the page.
+        decoded: The position from which decode has computed the sequence, if it is in
+            this page or before: prefill rounds differently.
 
     Example:
         >>> page_hash(ROOT, [1, 2], "a") == page_hash(ROOT, [1, 2], "b")
@@ -60,10 +61,10 @@ def page_hash(
 
 
 class BlockPool:
-    """The pages of the cache, by number.
+    """The pages of the KV cache, by number.
 
-    Every page is in one of three states: held by one sequence or more, cached (held by
-    none, its contents can be found) or free.
+    Every page is in one of three states: held by at least one sequence, cached (held by
+    none, but can be found by its name) or free.
 
     Example:
         >>> pool = BlockPool(num_pages=4, page_size=2)
@@ -77,11 +78,11 @@ class BlockPool:
     """
 
     def __init__(self, *, num_pages: int, page_size: int) -> None:
-        """A pool whose pages are all free.
+        """Start with all pages free.
 
         Args:
-            num_pages: Pages that the device has room for.
-            page_size: Tokens of a page.
+            num_pages: Number of pages on the device.
+            page_size: Tokens per page.
 
         Raises:
             ValueError: one of them is not positive.
@@ -89,7 +90,7 @@ class BlockPool:
         self.num_pages = num_pages
         self.page_size = page_size
         check_integers(self, 1, "num_pages", "page_size")
-        # The lowest numbers first: what is in use stays together.
+        # The lowest numbers first: pages in use stay together.
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._holders = [0] * num_pages
@@ -98,22 +99,22 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Pages without contents that could be found."""
+        """Number of free pages."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Pages that nobody holds and that can be found."""
+        """Number of cached pages."""
         return len(self._cached)
 
     @property
     def num_held(self) -> int:
-        """Pages that somebody holds."""
+        """Number of held pages."""
         return self.num_pages - self.num_available
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can give: free and cached ones."""
+        """Number of pages that can be allocated: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     def holders(self, page: int) -> int:
@@ -121,13 +122,13 @@ class BlockPool:
         return self._holders[page]
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold this many tokens."""
+        """Number of pages for this many tokens."""
         return -(-tokens // self.page_size)
 
     def find(self, names: Iterable[bytes]) -> list[int]:
-        """The pages of the longest beginning of `names` that is there.
+        """The pages of the longest cached prefix of `names`.
 
-        They may be taken away again at the next `allocate`, unless `hold` is called.
+        The next `allocate` may evict them, unless `hold` is called.
         """
         found = []
         for name in names:
@@ -149,9 +150,9 @@ class BlockPool:
             self._holders[page] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Pages whose contents mean nothing, each with one holder.
+        """Allocate pages with undefined contents, each with one holder.
 
-        Free ones first; then cached ones are forgotten, the oldest first.
+        Free ones first; then cached ones are evicted, least recently used first.
 
         Raises:
             ValueError: fewer are available. Nothing has been changed then.
@@ -172,7 +173,7 @@ class BlockPool:
         return pages
 
     def name(self, page: int, name: bytes) -> None:
-        """Let a full, held page be found; of pages with equal contents, the first is.
+        """Make a full, held page findable; of pages with equal contents, the first one.
 
         Raises:
             ValueError: nobody holds the page, or it has another name.
@@ -186,8 +187,8 @@ class BlockPool:
         """Count one holder less of each page.
 
         Args:
-            pages: The pages in the order of their tokens: the last are forgotten first.
-            keep: True: pages that nobody else holds can still be found.
+            pages: The pages in the order of their tokens: the last are evicted first.
+            keep: True: pages that nobody else holds stay cached.
 
         Raises:
             ValueError: nobody holds one of them.
@@ -205,7 +206,7 @@ class BlockPool:
                 self._free.append(page)
 
     def clear(self) -> None:
-        """Forget all cached pages, for example when the weights have changed.
+        """Clear the prefix cache, for example when the weights have changed.
 
         Held pages cannot be found any more either.
         """

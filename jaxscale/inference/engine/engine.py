@@ -1,8 +1,8 @@
-"""The loop of the serving engine: one thread that owns the scheduler and the device.
+"""The loop of the inference engine: one thread that owns the scheduler and the device.
 
-In a tick it takes in what clients want, asks the scheduler for a plan, sends it to the
-device, and reads what the plan before has drawn: the device always has the next plan
-when one is done, and text is made while it computes.
+In each step it processes client commands, asks the scheduler for a plan, dispatches it,
+and reads the results of the previous plan: the device always has the next plan when one
+is done, and detokenization overlaps with its computation.
 """
 
 import collections
@@ -38,7 +38,7 @@ from jaxscale.inference.token_rules import TokenRules, token_mask
 
 @dataclasses.dataclass(slots=True)
 class _Flight:
-    """A plan whose results are on their way."""
+    """A dispatched plan whose results are pending."""
 
     plan: SchedulerOutput
     prefill: jax.Array | None
@@ -79,15 +79,15 @@ class Engine:
         compiler: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Put the parts together; `start` begins.
+        """Assemble the parts; `start` starts it.
 
         Args:
-            runner: Compiled, with the config of the scheduler.
-            scheduler: Without requests.
-            tokenizer: Makes text; without one outputs have tokens alone, and requests
-                with stop strings are refused.
-            compiler: For requests that are guided; without one they are refused.
-            clock: Seconds, for deadlines and events.
+            runner: A compiled runner, with the config of the scheduler.
+            scheduler: A scheduler without requests.
+            tokenizer: For detokenization; without one outputs have tokens only, and
+                requests with stop strings are refused.
+            compiler: For guided requests; without one they are refused.
+            clock: Function that returns seconds, for deadlines and events.
         """
         self.runner, self.scheduler = runner, scheduler
         self.tokenizer, self.compiler = tokenizer, compiler
@@ -97,9 +97,9 @@ class Engine:
         self.observers: list[Callable[[SchedulerEvent], None]] = []
         """Called with every event of the scheduler, on the engine's thread."""
         self.after_tick: list[Callable[[], None]] = []
-        """Called after the outputs of a tick were given out, on the engine's thread."""
+        """Called after the outputs of a step were delivered, on the engine's thread."""
         self.at_end: list[Callable[[BaseException | None], None]] = []
-        """Called once when the engine has stopped, with what made it fail."""
+        """Called once when the engine has stopped, with the error if it failed."""
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._flying: collections.deque[_Flight] = collections.deque()
         self._clients: dict[str, OutputProcessor] = {}
@@ -115,34 +115,34 @@ class Engine:
     # For clients.
 
     def start(self) -> "Engine":
-        """Begin to serve."""
+        """Start to serve."""
         self._thread.start()
         return self
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Let a request in.
+        """Submit a request.
 
         Args:
-            request: Its `arrival` is set to the present time.
-            sink: What is told of it.
+            request: The request; its `arrival` is set to the current time.
+            sink: Receiver of its outputs.
 
         Raises:
             InvalidRequest: it cannot be served.
-            Overloaded: too many wait.
+            Overloaded: the waiting queue is full.
             Draining: the engine is shutting down.
-            EngineDead: it has failed.
+            EngineDead: the engine has failed.
         """
         self.admit(request, sink).result()
 
     def admit(
         self, request: Request, sink: Sink, matcher: Matcher | None = None
     ) -> concurrent.futures.Future[None]:
-        """As `submit`, without waiting for whether the request is let in.
+        """As `submit`, without waiting for admission to the queue.
 
         Args:
             request: As for `submit`.
             sink: As for `submit`.
-            matcher: What the compiler has made of the guide; None lets it do so here.
+            matcher: The compiled guide; None compiles it here.
 
         Raises:
             InvalidRequest: the request is guided, and there is no compiler or it
@@ -172,11 +172,12 @@ class Engine:
         return admitted
 
     def abort(self, request_id: str, sink: Sink | None = None) -> None:
-        """End a request, whatever state it is in; one that has ended is forgotten.
+        """Abort a request in any state; nothing happens if it has ended.
 
         Args:
-            request_id: Which.
-            sink: Only if this one is told of it; otherwise the id is another's.
+            request_id: Id of the request.
+            sink: Abort only if this is its sink; otherwise the id belongs to another
+                request.
         """
 
         def command() -> None:
@@ -188,12 +189,12 @@ class Engine:
             self._send(command)
 
     def drain(self) -> None:
-        """Refuse what comes from now on; what is here goes on."""
+        """Refuse new requests; accepted ones continue."""
         with contextlib.suppress(EngineDead):
             self._send(self.scheduler.drain)
 
     def close(self, timeout: float | None = None) -> None:
-        """Finish what is here, until `timeout` seconds are over; end the rest."""
+        """Finish accepted requests for `timeout` seconds, then abort the rest."""
         self.drain()
 
         def command() -> None:
@@ -209,7 +210,7 @@ class Engine:
             self._die(None)
             return
         if self.error is not None:
-            # Its thread may wait for devices that never answer.
+            # Its thread may wait for devices that never respond.
             self._thread.join(1.0)
             return
         self._thread.join(timeout)
@@ -220,7 +221,7 @@ class Engine:
                 self._thread.join(1.0)
 
     def fail(self, error: BaseException) -> None:
-        """Stop at once, whatever the engine's own thread may be waiting for."""
+        """Stop at once, even if the engine's thread is waiting for something."""
         self._die(error)
         self._commands.put(lambda: None)  # wakes the thread
 
@@ -266,7 +267,7 @@ class Engine:
             self._die(None)
 
     def _die(self, error: BaseException | None) -> None:
-        """End all; what came first is the reason. None: the engine was closed."""
+        """End everything, by the first error, or None if the engine was closed."""
         with self._lock:
             if self.error is not None:
                 return
@@ -277,7 +278,7 @@ class Engine:
                 client.sink(self._dead())
         with contextlib.suppress(queue.Empty):
             while True:
-                # Those that wait for an answer are told that the engine is dead.
+                # Callers that wait for an answer get the error.
                 self._commands.get_nowait()()
         for call in self.after_tick:
             with contextlib.suppress(Exception):
@@ -287,7 +288,7 @@ class Engine:
                 end(error)
 
     def _obey(self, *, wait: bool) -> None:
-        """Carry out commands, at least one where there is nothing else to do."""
+        """Execute commands; wait for one if there is nothing else to do."""
         with contextlib.suppress(queue.Empty):
             if wait and not self._closing:
                 self._commands.get()()
@@ -295,7 +296,7 @@ class Engine:
                 self._commands.get_nowait()()
 
     def step(self, *, wait: bool = False) -> None:
-        """One tick, for whoever runs the loop instead of `start`.
+        """Run one step, for callers that run the loop instead of `start`.
 
         Args:
             wait: Wait for a command first.
@@ -321,7 +322,7 @@ class Engine:
                 "give it one, or use stop_token_ids"
             )
         if request.id in self._clients:
-            # One that was aborted may not have been told yet.
+            # An aborted request may not have been notified yet.
             self._take_events()
             self._give_out()
         now = self.clock()
@@ -360,7 +361,7 @@ class Engine:
         return _Flight(plan, prefill, scores, decode)
 
     def _count(self, c: Sequence) -> None:
-        """Let the device count the tokens of a sequence that is penalized."""
+        """Have the device count the tokens of a sequence with penalties."""
         params = c.request.params
         if (
             params.repetition_penalty == 1
@@ -374,7 +375,7 @@ class Engine:
         self.runner.count(self._counted[c], c.tokens, prompt)
 
     def _targets(self, plan: SchedulerOutput) -> list[list[int]] | None:
-        """Of each chunk the tokens that follow its own, where someone wants scores."""
+        """The next token of each token of each chunk, for prompt log-probabilities."""
         targets = []
         for chunk in plan.prefill:
             prompt, count = chunk.sequence.request.prompt, len(chunk.tokens)
@@ -385,20 +386,20 @@ class Engine:
         return targets if scored else None
 
     def _client(self, c: Sequence) -> OutputProcessor | None:
-        """Who waits for a sequence, and not for another request of the same id."""
+        """The client of a sequence, and not of another request with the same id."""
         client = self._clients.get(c.request.id)
         return client if client is not None and client.request is c.request else None
 
     def _scored(self, c: Sequence) -> OutputProcessor | None:
-        """The client of a sequence whose prompt is yet to be scored."""
+        """The client of a sequence whose prompt log-probabilities are still missing."""
         client = self._client(c)
         return client if client is not None and client.wants_scores(c) else None
 
     def _inputs(self, rows: abc.Sequence[Sequence | None]) -> SampleInputs:
-        """What the sampler has to know of each row."""
+        """The sampler's inputs for each row."""
         if any(c and (c.request.params.masked or _stops_late(c)) for c in rows):
-            # What a row may draw depends on the tokens that are on their way. The
-            # device is busy with the logits meanwhile.
+            # The mask of a row depends on pending tokens. The device computes the
+            # logits in the meantime.
             while self._flying:
                 self._read()
         live = [
@@ -418,7 +419,7 @@ class Engine:
     def _masks(
         self, live: abc.Sequence[tuple[int, Sequence]], num_rows: int
     ) -> np.ndarray | None:
-        """The tokens that rows may draw; None where the device knows it all."""
+        """The token masks of rows; None if the device needs none."""
         waiting = [(i, c, client) for i, c in live if (client := self._client(c))]
         matchers = [(client.matchers[c.index], i) for i, c, client in waiting]
         guided = [(matcher, i) for matcher, i in matchers if matcher is not None]
@@ -440,7 +441,7 @@ class Engine:
     # From the device.
 
     def _read(self) -> None:
-        """Wait for the oldest flight, and take in what it brings."""
+        """Wait for the oldest dispatched plan, and process its results."""
         flight = self._flying.popleft()
         prefill, decode = _drawn(flight.prefill), _drawn(flight.decode)
         if flight.scores is not None:
@@ -483,7 +484,7 @@ class Engine:
                 observe(event)
 
     def _give_out(self) -> None:
-        """Tell the clients what is new in this tick."""
+        """Send the new outputs of this step to the clients."""
         changed, self._changed = self._changed, {}
         for client in changed.values():
             outputs = client.outputs()
@@ -491,7 +492,7 @@ class Engine:
                 self._clients.pop(client.request.id, None)
             try:
                 client.sink(outputs)
-            except Exception:  # a client that is gone is no reason to stop
+            except Exception:  # a failing client must not stop the engine
                 self.scheduler.abort(client.request.id, now=self.clock())
         if changed:
             for call in self.after_tick:
@@ -504,12 +505,12 @@ def _all_tokens(vocab_size: int) -> np.ndarray:
 
 
 def _stops_late(c: Sequence) -> bool:
-    """Whether the host keeps a row from stopping; the device knows `NUM_STOPS`."""
+    """Whether the host masks stop tokens of a row; the device knows `NUM_STOPS`."""
     return len(c.stops) > NUM_STOPS and c.num_drawn < c.request.params.min_tokens
 
 
 def _drawn(out: jax.Array | None) -> Drawn | None:
-    """What came back, as the scheduler takes it: [n, B, R]."""
+    """The results in the form that the scheduler takes: [n, B, R]."""
     if out is None:
         return None
     values = np.asarray(out)

@@ -1,4 +1,4 @@
-"""A queue by priority, then by what each client has had, then by arrival."""
+"""A fair queue: by priority, then by tokens served to each client, then by arrival."""
 
 import heapq
 
@@ -7,13 +7,13 @@ _MOST_REMEMBERED = 4096
 
 
 class FairQueue[T]:
-    """Requests that wait, and how many tokens each client has been served.
+    """Waiting requests, and the number of tokens served to each client.
 
-    Within a priority the next is a request of the client that was served the fewest
+    Within a priority the next request is of the client that was served the fewest
     tokens, which is deficit round robin with a quantum of one token: two clients that
-    both wait all the time are never further apart than one request. A client that
-    comes, or comes back, begins where the least served one that waits stands, so nobody
-    saves up turns by staying away. Once nothing waits, nothing is held against anyone.
+    both wait all the time are never further apart than one request. A new or returning
+    client starts at the count of the least served waiting one, so nobody accumulates
+    credit by staying away. When the queue is empty, all counts are reset.
 
     Example:
         >>> queue = FairQueue[str]()
@@ -37,7 +37,7 @@ class FairQueue[T]:
         return self._length
 
     def push(self, item: T, *, priority: int, client: str) -> None:
-        """Put an item behind those of its client."""
+        """Append an item after those of its client."""
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = _Level()
@@ -46,12 +46,12 @@ class FairQueue[T]:
         self._length += 1
 
     def remove(self, item: T, *, priority: int, client: str) -> None:
-        """Take a waiting item out, wherever it stands."""
+        """Remove a waiting item, at any position."""
         self._levels[priority].remove(item, client)
         self._length -= 1
 
     def peek(self) -> T | None:
-        """The item whose turn it is, None where nothing waits."""
+        """The next item, None if nothing waits."""
         while self._order:
             item = self._levels[-self._order[0]].peek()
             if item is not None:
@@ -60,7 +60,7 @@ class FairQueue[T]:
         return None
 
     def pop(self) -> None:
-        """Remove what `peek` has just returned."""
+        """Remove the item that `peek` has just returned."""
         self._levels[-self._order[0]].pop()
         self._length -= 1
 
@@ -79,7 +79,7 @@ class _Level[T]:
         self._waiting: dict[str, dict[T, None]] = {}
         self._served: dict[str, int] = {}
         self._heap: list[tuple[int, int, str]] = []  # served, turn, client
-        # The entry of each client that counts; others in the heap are left over.
+        # The valid entry of each client; others in the heap are stale.
         self._entries: dict[str, tuple[int, int, str]] = {}
         self._floor = 0
         self._turn = 0
@@ -104,7 +104,7 @@ class _Level[T]:
             if self._entries.get(client) != entry:
                 heapq.heappop(self._heap)
             elif served != self._served[client]:
-                # It was charged since, so it stands further behind.
+                # It was charged since, so it is further back.
                 heapq.heappop(self._heap)
                 self._enter(client)
             else:

@@ -1,14 +1,14 @@
-"""One engine on several hosts: process 0 plans, and tells the others what to run.
+"""Multi-node inference: process 0 schedules, and tells the others what to run.
 
-Each process has its part of the model and compiles all programs; what a program does on
-several hosts begins when every process has called it. Process 0 therefore sends each of
-the others, over one TCP connection, which program it calls next, and the bytes of the
-inputs, whose types and shapes both know: nothing is unpacked that could be anything
-else. The others call the same, in the same order, on the state that they have.
+Each process has its shard of the model and compiles all programs; a multi-host program
+starts when every process has called it. Process 0 therefore sends each of the others,
+over one TCP connection, which program it calls next, and the bytes of the inputs, whose
+types and shapes both sides know, so nothing is unpickled. The others call the same
+programs, in the same order, on their own state.
 
-Who connects has to know a secret that process 0 broadcasts over the devices. Both sides
-say every few seconds that they are there. Nothing is encrypted, as little as what the
-devices send each other: the network has to be your own.
+A connecting process must know a secret that process 0 broadcasts over the devices. Both
+sides send a heartbeat every few seconds. Nothing is encrypted, nor is the traffic of
+the devices: the network must be trusted.
 """
 
 import collections
@@ -37,10 +37,10 @@ from jaxscale.supervision import handshake
 
 
 ALIVE_SECONDS = 5.0
-"""How often each side says that it is there."""
+"""Seconds between heartbeats."""
 
 SILENT_SECONDS = 60.0
-"""How long the other side may say nothing, or not take what is sent."""
+"""Seconds of silence, or of not receiving, after which a peer counts as lost."""
 
 _GRACE_SECONDS = 10.0
 _HEAD = struct.Struct("!HBI")  # the program, a bit for each input, bytes that follow
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class HostLost(RuntimeError):
-    """Another process of the job has ended, or does not answer."""
+    """Another process of the job has ended, or does not respond."""
 
 
 def spans_hosts(device_set: Any) -> bool:
@@ -61,7 +61,7 @@ def spans_hosts(device_set: Any) -> bool:
 
 
 class Wire:
-    """Calls of programs as bytes."""
+    """The wire format of program calls."""
 
     def __init__(self, runner: Runner) -> None:
         """Number the programs of a runner, which are the same on all hosts."""
@@ -73,14 +73,14 @@ class Wire:
         self._numbers = {key: number for number, key in enumerate(self._keys)}
         sizes = (sum(map(_bytes, inputs)) for inputs in self._inputs.values())
         self.longest = max(1024, *sizes)
-        """Most bytes behind a head."""
+        """Maximum bytes after a header."""
 
     def digest(self) -> bytes:
-        """Equal where the programs are."""
+        """Equal if the programs are equal."""
         return hashlib.sha256(repr(self._inputs).encode()).digest()
 
     def pack(self, key: Key, inputs: Sequence[np.ndarray | None]) -> bytes:
-        """A call."""
+        """Encode a call."""
         shapes = self._inputs[key]
         mask, parts = 0, []
         for i, (x, (shape, dtype)) in enumerate(zip(inputs, shapes, strict=True)):
@@ -98,7 +98,7 @@ class Wire:
         """The program and inputs of a call.
 
         Raises:
-            HostLost: it is none.
+            HostLost: the message is invalid.
         """
         if number >= len(self._keys):
             raise HostLost(f"process 0 calls program {number}, which there is not")
@@ -121,14 +121,14 @@ class Followers:
     """The other processes, on process 0."""
 
     def __init__(self, wire: Wire, sockets: dict[int, socket.socket]) -> None:
-        """Begin to watch them.
+        """Start to watch them.
 
         Args:
             wire: The programs.
-            sockets: By the number of the process.
+            sockets: Connections by process number.
         """
         self.error: HostLost | None = None
-        """Who is gone."""
+        """The error of a lost process, if any."""
         self._wire, self._sockets = wire, sockets
         self._lock = threading.Lock()
         self._closed = False
@@ -136,22 +136,22 @@ class Followers:
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
 
     def send(self, key: Key, inputs: Sequence[np.ndarray | None]) -> None:
-        """Have a program called.
+        """Send the call of a program to all.
 
         Raises:
-            HostLost: a process is gone.
+            HostLost: a process is lost.
         """
         self._send(self._wire.pack(key, inputs))
 
     def on_lost(self, call: Callable[[HostLost], None]) -> None:
-        """Have `call` called, on another thread, once a process is gone."""
+        """Call `call`, on another thread, when a process is lost."""
         with self._lock:
             self._on_lost = call
         if self.error is not None:
             call(self.error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Let the others end; with `error`, say why."""
+        """End the others; with `error`, tell them why."""
         why = b"" if error is None else repr(error).encode()[:1000]
         with self._lock:
             self._closed = True
@@ -209,7 +209,7 @@ class Followers:
         if self._closed:
             return
         error = self.error or HostLost(f"{problem}; start all processes again")
-        # Not under the lock, which a process that takes nothing may hold up.
+        # Not under the lock, which a process that does not receive may block.
         self.error = error
         if self._on_lost is not None:
             self._on_lost(error)
@@ -219,11 +219,11 @@ def gather(runner: Runner, *, timeout: float = 120.0) -> Followers:
     """Wait for the other processes of the job, on process 0; they call `follow`.
 
     Args:
-        runner: It need not be compiled.
-        timeout: Seconds.
+        runner: The runner, which need not be compiled.
+        timeout: Time limit in seconds.
 
     Raises:
-        TimeoutError: not all have come.
+        TimeoutError: not all have connected.
         ValueError: they have other programs.
     """
     wire, secret = Wire(runner), secrets.token_bytes(_SECRET)
@@ -262,14 +262,14 @@ def gather(runner: Runner, *, timeout: float = 120.0) -> Followers:
 
 
 def follow(runner: Runner, connection: socket.socket) -> None:
-    """Call what process 0 calls, until it ends.
+    """Execute the calls of process 0, until it ends.
 
     Args:
-        runner: Compiled.
-        connection: From `join`.
+        runner: A compiled runner.
+        connection: The result of `join`.
 
     Raises:
-        HostLost: process 0 is gone, or its engine has failed.
+        HostLost: process 0 is lost, or its engine has failed.
     """
     wire = Wire(runner)
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -282,11 +282,11 @@ def follow(runner: Runner, connection: socket.socket) -> None:
             calls.put(None)
         except (HostLost, OSError) as error:
             lost = error if isinstance(error, HostLost) else _silent(error)
-            # At once: JAX ends the process where process 0 has ended.
+            # At once: JAX ends the process when process 0 has ended.
             _log.error("%s", lost)
             calls.put(lost)
             if not over.wait(_GRACE_SECONDS):
-                # A device waits for those of process 0, which never come.
+                # A device waits for those of process 0, which never arrive.
                 os._exit(1)
 
     def live() -> None:
@@ -303,7 +303,7 @@ def follow(runner: Runner, connection: socket.socket) -> None:
                 raise call
             key, inputs = call
             flying.append(runner.dispatch(key, *inputs))
-            # What fails on a device is raised here.
+            # Errors on a device are raised here.
             while len(flying) > _IN_FLIGHT:
                 jax.block_until_ready(flying.popleft())
         jax.block_until_ready(list(flying))
@@ -316,12 +316,12 @@ def join(runner: Runner, *, timeout: float = 120.0) -> socket.socket:
     """Connect to process 0, which calls `gather`.
 
     Args:
-        runner: It need not be compiled.
-        timeout: Seconds.
+        runner: The runner, which need not be compiled.
+        timeout: Time limit in seconds.
 
     Raises:
         HostLost: process 0 cannot be reached.
-        ValueError: it has other programs.
+        ValueError: process 0 has other programs.
     """
     _agree(Wire(runner))
     secret, port, host = _broadcast(bytes(_SECRET), 0, "")
@@ -343,7 +343,7 @@ def join(runner: Runner, *, timeout: float = 120.0) -> socket.socket:
 
 
 def _introduce(connection: socket.socket, secret: bytes) -> None:
-    """Prove to process 0 that this one knows the secret, and say its number."""
+    """Prove to process 0 that this one knows the secret, and send its number."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     handshake.shake_hands(connection, handshake.introduce(secret.hex()))
     connection.sendall(struct.pack("!I", jax.process_index()))
@@ -370,7 +370,7 @@ def _agree(wire: Wire) -> None:
 
 
 def _broadcast(secret: bytes, port: int, host: str) -> tuple[bytes, int, str]:
-    """What process 0 says, on all of them."""
+    """Broadcast a string from process 0."""
     said = secret + struct.pack("!H", port) + host.encode().ljust(_HOST, b"\0")
     heard = multihost_utils.broadcast_one_to_all(np.frombuffer(said, np.uint8))
     raw = np.asarray(heard).astype(np.uint8).tobytes()
@@ -379,7 +379,7 @@ def _broadcast(secret: bytes, port: int, host: str) -> tuple[bytes, int, str]:
 
 
 def _own_host() -> str:
-    """The name by which the others have found process 0."""
+    """The host name by which the others reach process 0."""
     coordinator = initialize().coordinator
     if coordinator is None:
         return socket.getfqdn()

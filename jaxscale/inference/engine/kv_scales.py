@@ -1,8 +1,8 @@
-"""Scales of keys and values that are kept in fp8, one for each layer and head.
+"""Scales of an fp8 KV cache, one per layer and head.
 
-A number ``x`` is kept as ``x / scale``, rounded to E4M3, four significant bits, and
-clipped to 448. So a scale has to fit the largest number, and may be generous: only what
-is below 2**-12 of that has fewer bits.
+A value ``x`` is stored as ``x / scale``, rounded to E4M3 (four significant bits) and
+clipped to 448. So a scale must fit the largest value, and may be generous: only values
+below 2**-12 of that have fewer bits.
 
 Legend: B prompts, T tokens, L layers, K key/value heads.
 """
@@ -27,7 +27,7 @@ FP8 = jnp.dtype(jnp.float8_e4m3fn)
 """The type."""
 
 _ROOM = 2.0
-"""How much larger numbers may get than those that were measured."""
+"""Margin by which values may exceed the measured maximum."""
 
 
 def measure_kv_scales(
@@ -35,8 +35,8 @@ def measure_kv_scales(
 ) -> Float[np.ndarray, "L 2 K"]:
     """Scales that hold twice the largest keys and values of `tokens`.
 
-    They are powers of two: these change no bits of a number, so that prefill and
-    decoding see the same keys and values whatever the type of the computation.
+    They are powers of two: these do not change the mantissa, so that prefill and decode
+    see the same keys and values in any compute type.
 
     Args:
         model: A decoder; all of its adapters are measured, too.

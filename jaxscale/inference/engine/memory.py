@@ -1,4 +1,4 @@
-"""How many pages the devices have room for.
+"""How many KV cache pages fit in device memory.
 
 Legend: S slots, P pages, G tokens of a page.
 """
@@ -26,20 +26,20 @@ from jaxscale.models.decoder import Decoder
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What lies on each device, in bytes."""
+    """Memory of each device, in bytes."""
 
     available: int | None
-    """The share of the device that may be used; None where it is unknown."""
+    """Usable memory of the device; None if unknown."""
     weights: int
-    """The parameters."""
+    """Bytes of the parameters."""
     page: int
-    """One page."""
+    """Bytes of one page."""
     num_pages: int
-    """P."""
+    """P, number of pages."""
     page_size: int
-    """G."""
+    """G, tokens per page."""
     computation: int
-    """Room for intermediate results."""
+    """Bytes for intermediate results."""
 
     def __str__(self) -> str:
         def gib(size: int) -> str:
@@ -57,10 +57,10 @@ class Memory:
 def fit(
     model: Decoder, config: SchedulerConfig, options: EngineConfig
 ) -> tuple[SchedulerConfig, Memory]:
-    """The sizes with as many pages as the devices have room for.
+    """The sizes with as many pages as fit on the devices.
 
     Args:
-        model: Made by `Decoder.for_inference`.
+        model: A result of `Decoder.for_inference`.
         config: The other sizes.
         options: `EngineConfig.num_pages` and `EngineConfig.memory_fraction`.
 
@@ -80,7 +80,7 @@ def fit(
     page = shape.num_layers * 2 * (heads // ways) * config.page_size * shape.head_dim
     page *= itemsize
     if options.kv_dtype is not None:
-        # Numbers of a byte, and a scale of four for those of a head.
+        # One byte per value, and a scale of four bytes per head.
         page = page // itemsize + shape.num_layers * 2 * (heads // ways) * 4
     computation = computation_size(shape, config, itemsize, options.buckets)
     most = config.num_slots * config.table_width
@@ -94,7 +94,7 @@ def fit(
         available, taken = int(options.memory_fraction * free) // 2, weights
     room = (available - taken - computation) // page
     if len(where.addressable_devices) < len(where.device_set):
-        # All hosts have the pages of the one that has least room.
+        # All hosts have the pages of the one with the least memory.
         rooms = multihost_utils.process_allgather(np.int32(max(room, 0)))
         room = int(np.min(rooms))
     memory = Memory(
@@ -124,12 +124,12 @@ def computation_size(
     itemsize: int,
     buckets: Sequence[int] | None = None,
 ) -> int:
-    """Bytes that programs need on a device besides weights and pages, at most.
+    """Maximum bytes that programs need on a device besides weights and pages.
 
     Args:
-        model: Its shape.
+        model: Shape of the model.
         config: The sizes.
-        itemsize: Bytes of a number of the computation.
+        itemsize: Bytes per value of the computation.
         buckets: As `EngineConfig.buckets`.
     """
     # Activations of a prefill, and the keys and values that it reads.
@@ -137,7 +137,7 @@ def computation_size(
     keys = config.keys_budget + 128 * config.prefill_requests
     read = 3 * keys * 2 * model.num_kv_heads * model.head_dim
     prefill = (config.prefill_tokens * width + read) * itemsize
-    # Logits, and what the full sampler makes of them.
+    # Logits, and the temporaries of the full sampler.
     decoded = decode_sizes(config, bucket_sizes(config, buckets))
     rows = max(128, *(bucket * (1 + drafts) for bucket, _, drafts in decoded))
     computation = max(prefill, rows * model.vocab_size * 4 * 6)

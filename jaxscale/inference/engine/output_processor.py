@@ -1,4 +1,4 @@
-"""What the engine keeps of each request for whoever waits for it: text, guide, news."""
+"""Per-request output state of the engine: detokenization, guide, pending outputs."""
 
 import dataclasses
 from collections import abc
@@ -22,7 +22,7 @@ from jaxscale.inference.token_rules import TokenRules
 
 
 type Sink = Callable[[list[Output] | EngineDead], None]
-"""Called on the engine's thread with what is new, and once if the engine dies."""
+"""Called on the engine's thread with new outputs, and once if the engine dies."""
 
 _ERRORS: dict[FinishReason, str] = {
     "error": "the model's logits were not finite",
@@ -32,7 +32,7 @@ _ERRORS: dict[FinishReason, str] = {
 
 @dataclasses.dataclass(slots=True)
 class _News:
-    """What a sequence has gained in a tick."""
+    """New outputs of a sequence in a step."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
@@ -42,7 +42,7 @@ class _News:
 
 
 class OutputProcessor:
-    """A request, who waits for it, and what they have not been told yet."""
+    """A request, its client, and its pending outputs."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class OutputProcessor:
         matcher: Matcher | None,
         rules: TokenRules | None = None,
     ) -> None:
-        """Nothing yet.
+        """Start without outputs.
 
         Args:
-            request: Whose.
-            sink: What is told.
-            tokenizer: Makes text, if there is one.
+            request: The request.
+            sink: Receiver of its outputs.
+            tokenizer: For detokenization, if there is one.
             matcher: At the beginning of the guide, if there is one.
-            rules: Of what may be drawn, if there are some.
+            rules: Rules of what may be sampled, if there are any.
         """
         params = request.params
         self.request, self.sink = request, sink
@@ -67,10 +67,10 @@ class OutputProcessor:
         """Sequences that have not ended."""
         self.matchers = [matcher and matcher.copy() for _ in range(params.n)]
         self.rules = [] if rules is None else [rules.copy() for _ in range(params.n)]
-        """Of each sequence, if there are some."""
+        """Per sequence, if there are any."""
         self.cached_tokens = 0
         self.stuck: set[int] = set()
-        """Sequences whose guide allows nothing."""
+        """Sequences whose guide allows no token."""
         self._texts = [
             None if tokenizer is None else TextStream(tokenizer, request.prompt, params)
             for _ in range(params.n)
@@ -78,15 +78,15 @@ class OutputProcessor:
         self._scores: list[TokenLogprobs | None] = [None]
         self._news: dict[int, _News] = {}
         if params.prompt_logprobs is not None and len(request.prompt) == 1:
-            self._new(0).prompt_logprobs = (None,)  # nothing is there to be computed
+            self._new(0).prompt_logprobs = (None,)  # nothing has to be computed
 
     def wants_scores(self, c: Sequence) -> bool:
-        """Whether log-probabilities of the prompt, which `c` computes, are missing."""
+        """Whether prompt log-probabilities, which `c` computes, are missing."""
         wanted = self.request.params.prompt_logprobs is not None and c.index == 0
         return wanted and len(self._scores) < len(self.request.prompt)
 
     def take_scores(self, chunk: Chunk, scores: np.ndarray) -> None:
-        """Log-probabilities of what follows the tokens of a chunk, [tokens, 41]."""
+        """Log-probabilities of the next tokens of a chunk, [tokens, 41]."""
         prompt, most = self.request.prompt, self.request.params.prompt_logprobs or 0
         following = prompt[chunk.start + 1 : chunk.end + 1]
         for i, token in enumerate(following, start=chunk.start + 1):
@@ -100,14 +100,14 @@ class OutputProcessor:
             self._new(0).prompt_logprobs = tuple(self._scores)
 
     def take(self, progress: Progress, top: np.ndarray | None) -> FinishReason | None:
-        """Take in drawn tokens.
+        """Process sampled tokens.
 
         Args:
-            progress: From the scheduler.
-            top: [steps, B, 40], the likeliest tokens, where they were computed.
+            progress: Progress from the scheduler.
+            top: [steps, B, 40], the most likely tokens, if they were computed.
 
         Returns:
-            Why the sequence ends now, if the scheduler does not know yet.
+            The finish reason of the sequence, if the scheduler does not know it yet.
         """
         c = progress.sequence
         news, tokens = self._new(c.index), list(progress.tokens)
@@ -124,7 +124,7 @@ class OutputProcessor:
         stream = self._texts[c.index]
         if stream is not None:
             before = stream.num_tokens
-            # The last token of a guide has text, that which stops a text has none.
+            # The last token of a guide has text, a stop token has none.
             news.text += stream.add(tokens, progress.finish or (verdict and "length"))
             if stream.stop is not None:
                 tokens = tokens[: stream.num_tokens - before]
@@ -134,16 +134,16 @@ class OutputProcessor:
         return verdict
 
     def end(self, c: Sequence, finish: FinishReason | None) -> None:
-        """Note why a sequence has ended."""
+        """Record the finish reason of a sequence."""
         news, stream = self._new(c.index), self._texts[c.index]
         if finish == "length" and stream is not None and stream.stop is not None:
-            finish = "stop"  # its text ended first, in tokens that came together
+            finish = "stop"  # its text ended first, among tokens of the same step
         news.finish = finish
         if stream is not None and finish in ("aborted", "timeout"):
             news.text += stream.add([], finish)
 
     def outputs(self) -> list[Output]:
-        """What is new since the last call."""
+        """The outputs since the last call."""
         news, self._news = self._news, {}
         outputs = [self._output(index, each) for index, each in news.items()]
         self.remaining -= sum(output.finish is not None for output in outputs)
@@ -197,7 +197,7 @@ class OutputProcessor:
 
 
 def _top(row: np.ndarray, most: int) -> tuple[tuple[int, float], ...]:
-    """The likeliest tokens and their log-probabilities."""
+    """The most likely tokens and their log-probabilities."""
     values = np.ascontiguousarray(row[NUM_TOP : 2 * NUM_TOP]).view(np.float32)
     pairs = zip(row[:most].tolist(), values[:most].tolist(), strict=True)
     return tuple((token, value) for token, value in pairs if token >= 0)

@@ -1,4 +1,4 @@
-"""The pages of each sequence: those it finds, those it needs, what they are named.
+"""The page tables of sequences: prefix cache hits, allocation, naming.
 
 Legend: G tokens of a page.
 """
@@ -14,26 +14,26 @@ from jaxscale.inference.engine.sequence import Sequence
 
 
 class PageTables:
-    """Fills, names and empties `Sequence.pages` from one pool."""
+    """Allocates, names and frees `Sequence.pages` from one pool."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        """All pages free.
+        """Start with all pages free.
 
         Args:
-            config: Number and size of the pages, and the sharing of prompts.
+            config: Number and size of the pages, and prefix caching.
         """
         self.pool = BlockPool(num_pages=config.num_pages, page_size=config.page_size)
         self._config = config
         self._watermark = math.ceil(config.watermark * config.num_pages)
 
     def sharable(self, c: Sequence) -> int:
-        """Full pages before its last token, which has to be computed anyway."""
+        """Full pages before its last token, which must be computed anyway."""
         if not self._config.prefix_cache:
             return 0
         return (len(c.tokens) - 1) // self._config.page_size
 
     def find(self, c: Sequence) -> list[int]:
-        """The pages in the cache that begin like its tokens; nobody holds them yet."""
+        """The cached pages of its prefix, not held yet."""
         wants_all = c.request.params.prompt_logprobs is not None and c.index == 0
         if wants_all and not c.prompt_done:
             return []
@@ -41,12 +41,12 @@ class PageTables:
         return self.pool.find(names)
 
     def lacks(self, c: Sequence, found: abc.Sequence[int], *, alone: bool) -> int:
-        """Pages that are missing before `admit` may be called; 0 or less for none.
+        """Number of pages missing before `admit` may be called; 0 or less for none.
 
         Args:
-            c: Holds no pages.
+            c: A sequence without pages.
             found: The result of `find` for it.
-            alone: Nobody else runs, who is about to need pages too.
+            alone: No other running sequence will need pages too.
         """
         needed = self._size(c) - len(found) + self.pool.num_unheld(found)
         return needed - self.pool.num_available + (0 if alone else self._watermark)
@@ -54,8 +54,8 @@ class PageTables:
     def gains(
         self, others: Iterable[Sequence], found: abc.Sequence[int]
     ) -> Iterator[int]:
-        """How many pages fewer `lacks` counts after the release of each of `others`."""
-        # One that is found and becomes available has to be held again.
+        """By how much `lacks` decreases after the release of each of `others`."""
+        # A found page that becomes available must be held again.
         gained, wanted = 0, set(found)
         holders: collections.Counter[int] = collections.Counter()
         for other in others:
@@ -67,14 +67,14 @@ class PageTables:
             yield gained
 
     def admit(self, c: Sequence, found: list[int]) -> None:
-        """Take the found pages, and new ones for the rest of its tokens and a step."""
+        """Hold the found pages, and allocate the rest for its tokens and a step."""
         self.pool.hold(found)
         c.pages = found + self.pool.allocate(self._size(c) - len(found))
         c.kv = len(found) * self._config.page_size
         c.named = len(found)
 
     def _size(self, c: Sequence) -> int:
-        """Pages of a sequence that is admitted."""
+        """Number of pages of an admitted sequence."""
         reach = min(len(c.tokens) + 1 + self._config.drafts, c.limit - 1)
         return self.pool.pages_for(max(reach, len(c.tokens)))
 
@@ -85,7 +85,7 @@ class PageTables:
         return max(0, self.pool.pages_for(reach) - len(c.pages))
 
     def name(self, c: Sequence) -> None:
-        """Let others find the pages that have become full."""
+        """Add pages that have become full to the prefix cache."""
         full = c.kv // self._config.page_size
         if c.named >= full or not self._config.prefix_cache:
             return
@@ -94,11 +94,11 @@ class PageTables:
             c.named += 1
 
     def release(self, c: Sequence, *, keep: bool) -> None:
-        """Take all pages from it.
+        """Release all its pages.
 
         Args:
-            c: Holds pages.
-            keep: True: others may still find them.
+            c: A sequence with pages.
+            keep: True: they stay in the prefix cache.
         """
         self.pool.release(c.pages, keep=keep)
         c.pages = []

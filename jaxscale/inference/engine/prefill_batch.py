@@ -1,6 +1,6 @@
-"""The chunks of a prefill as one array of integers.
+"""The prompt chunks of a prefill as one array of integers.
 
-Legend: S slots, T tokens of a prefill, N chunks of a prefill.
+Legend: S slots, T tokens per prefill, N chunks per prefill.
 """
 
 from collections.abc import Sequence
@@ -13,26 +13,26 @@ from jaxscale.inference.engine.scheduler_output import Chunk
 
 
 KEY_BLOCK = 128
-"""The keys of each prompt begin at a multiple of this: a block of a kernel then holds
-those of one prompt, and what it adds up does not depend on the others."""
+"""The keys of each prompt begin at a multiple of this: a kernel block then holds keys
+of one prompt only, and its sums do not depend on the others."""
 
 
 class PrefillBatch(NamedTuple):
-    """The chunks of a prefill, one behind the other; one array on its way.
+    """The packed chunks of a prefill, in one array for the transfer.
 
-    Between two chunks there is one without tokens, whose keys are what `KEY_BLOCK`
-    leaves free.
+    Between two chunks there is one without tokens, whose keys are the gap up to a
+    multiple of `KEY_BLOCK`.
     """
 
     tokens: Any
     """[T] ids."""
     positions: Any
-    """[T] in their sequences."""
+    """[T] positions in their sequences."""
     rows: Any
-    """[T] of the pool, where keys and values go; past the pool for padding."""
+    """[T] rows of the pool to write keys and values to; past the pool for padding."""
     targets: Any
-    """[T] the token that follows in the prompt, where its log-probability is asked
-    for; -1 otherwise."""
+    """[T] the next token of the prompt, if its log-probability is requested; -1
+    otherwise."""
     key_rows: Any
     """[keys] rows of the pool that the chunks read."""
     cu_q: Any
@@ -56,7 +56,7 @@ class PrefillBatch(NamedTuple):
         )
 
     def split(self, packed: Any) -> "PrefillBatch":
-        """The parts of one array, which have these sizes."""
+        """Split an array into parts of these sizes."""
         ends = np.cumsum(self)
         return PrefillBatch._make(
             packed[e - n : e] if n else None for e, n in zip(ends, self, strict=True)
@@ -68,11 +68,11 @@ class PrefillBatch(NamedTuple):
         targets: Sequence[Sequence[int]] | None,
         config: SchedulerConfig,
     ) -> np.ndarray:
-        """The array of `chunks`, whose parts have these sizes.
+        """The array of `chunks`, with parts of these sizes.
 
         Args:
-            chunks: No more of them, of their tokens and of their keys than fit.
-            targets: Of each chunk, one for each token; None for none.
+            chunks: The chunks; their number, tokens and keys must fit.
+            targets: For each chunk, one target per token; None for none.
             config: Sizes of the pool and of the state.
         """
         size, past = config.page_size, config.num_pages * config.page_size
@@ -99,5 +99,5 @@ class PrefillBatch(NamedTuple):
 
 
 def whole_blocks(keys: int) -> int:
-    """The smallest multiple of `KEY_BLOCK` that holds so many keys."""
+    """The smallest multiple of `KEY_BLOCK` of at least this many keys."""
     return -(-keys // KEY_BLOCK) * KEY_BLOCK

@@ -1,8 +1,8 @@
-"""Compiled programs in a folder, so that a server starts without compiling.
+"""A cache of compiled programs, so that a server starts without compiling.
 
-JAX has a cache of what XLA compiles (``jax_compilation_cache_dir``), but it looks a
-program up by its lowered form, and to lower the kernels of a large model takes Python
-seconds for each program. Here a program is looked up by its trace, which is cheap.
+JAX has a compilation cache (``jax_compilation_cache_dir``), but its key is the lowered
+program, and lowering the kernels of a large model takes Python seconds per program.
+Here the key is the traced program, which is cheap.
 """
 
 import functools
@@ -33,12 +33,12 @@ _PACKAGES = ("jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "flax")
 
 
 class ProgramCache:
-    """Compiled programs in a folder, by what they were traced to.
+    """A directory of compiled programs, keyed by their traces.
 
-    The name of a file is a hash of the traced program, of where its arguments lie, of
-    the code of this library, of the versions and settings of JAX, and of the devices.
-    To load a program can run any code: only the user may write to the folder. Files
-    that nobody wants any more can be deleted at any time.
+    The name of a file is a hash of the traced program, the sharding of its arguments,
+    the code of this library, the versions and settings of JAX, and the devices. Loading
+    a program can run any code: only the user may write to the directory. Old files can
+    be deleted at any time.
 
     Example:
         >>> import tempfile
@@ -52,14 +52,14 @@ class ProgramCache:
     """
 
     def __init__(self, folder: str | Path, devices: Sequence[Any]) -> None:
-        """Make the folder.
+        """Create the directory.
 
         Args:
-            folder: Where the programs lie; ``~`` is the home directory.
-            devices: Those that run them, in their order.
+            folder: The directory; ``~`` is the home directory.
+            devices: The devices that run the programs, in order.
 
         Raises:
-            ValueError: the folder cannot be made, or others may write to it.
+            ValueError: the directory cannot be created, or others may write to it.
         """
         self.folder = private_folder(Path(folder).expanduser())
         self.devices = list(devices)
@@ -67,11 +67,11 @@ class ProgramCache:
     def compile(
         self, traced: jax.stages.Traced, placement: str = ""
     ) -> tuple[jax.stages.Compiled, bool]:
-        """The compiled program, and whether it was in the folder.
+        """The compiled program, and whether it was cached.
 
         Args:
-            traced: What ``jax.jit(...).trace`` returns.
-            placement: Where arguments and results lie, which the trace does not tell.
+            traced: The result of ``jax.jit(...).trace``.
+            placement: Shardings of arguments and results, which are not in the trace.
         """
         path = self.folder / self._name(traced, placement)
         if (program := self._load(path)) is not None:
@@ -81,7 +81,7 @@ class ProgramCache:
         return program, False
 
     def _name(self, traced: jax.stages.Traced, placement: str) -> str:
-        """A file name that no other program has."""
+        """A unique file name of the program."""
         jaxpr = traced.jaxpr
         digest = hashlib.sha256(_surroundings().encode())
         parts = (
@@ -106,7 +106,7 @@ class ProgramCache:
             )
         except FileNotFoundError:
             return None
-        except Exception as e:  # whatever a damaged file leads to
+        except Exception as e:  # any error of a damaged file
             print(
                 f"jaxscale: {path} cannot be loaded and is compiled anew: {e!r}",
                 file=sys.stderr,
@@ -118,14 +118,14 @@ class ProgramCache:
         try:
             partial.write_bytes(pickle.dumps(serialize_executable.serialize(program)))
             partial.replace(path)
-        except OSError as e:  # the program is there all the same
+        except OSError as e:  # the program is usable anyway
             print(f"jaxscale: {path} cannot be written: {e}", file=sys.stderr)
             partial.unlink(missing_ok=True)
 
 
 def _constants(jaxpr: ClosedJaxpr, seen: set[int]) -> Iterator[Any]:
-    """The arrays in a trace, whose text has their shapes alone."""
-    if id(jaxpr) in seen:  # that of a layer, which many share
+    """The constant arrays of a trace, whose text has only their shapes."""
+    if id(jaxpr) in seen:  # shared by many layers
         return
     seen.add(id(jaxpr))
     yield from jaxpr.consts
@@ -148,7 +148,7 @@ def _constants(jaxpr: ClosedJaxpr, seen: set[int]) -> Iterator[Any]:
 
 @functools.cache
 def _surroundings() -> str:
-    """What else a compiled program depends on: code, versions, settings."""
+    """Other dependencies of a compiled program: code, versions, settings."""
     code = hashlib.sha256()
     for package in (jaxscale, pallas_kernels):
         for root in package.__path__:
@@ -169,7 +169,7 @@ def _surroundings() -> str:
 
 
 def _processor() -> str:
-    """What this machine's processor can do."""
+    """The CPU features of this machine."""
     found = Path("/proc/cpuinfo")
     lines = found.read_text().splitlines() if found.is_file() else []
     flags = next((line for line in lines if line.startswith("flags")), "")

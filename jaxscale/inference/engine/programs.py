@@ -1,16 +1,15 @@
-"""What the device does for the serving engine: the functions that are compiled.
+"""The compiled functions of the inference engine.
 
-The state lies on the device and is donated to each call: `pages`, the pool of keys and
-values, with the scales of fp8; `slots`, a row a request, whose columns are
-`batch_rows.Column`; `counts`, how often penalized requests hold each token; and with
-drafts `history`, the tokens of each row whose keys and values its pages hold. The
-parameters are a flat tuple, the leaves of `Decoder.for_inference`: flattening a module
-takes milliseconds.
+The state is on the device and is donated to each call: `pages`, the KV cache, with its
+fp8 scales; `slots`, one row per request, with the columns of `batch_rows.Column`;
+`counts`, token counts of requests with penalties; and with draft tokens `history`, the
+tokens of each row that are in its pages. The parameters are a flat tuple, the leaves of
+`Decoder.for_inference`: flattening a module takes milliseconds.
 
-Legend: S slots, C columns, B bucket, R tokens of a row in a step (1 + drafts), M tokens
-of the longest request, W pages of a request, L layers, P pages, K key/value heads, G
-tokens of a page, H head dim, V vocabulary, D model, T tokens of a prefill, N chunks of
-a prefill, E changes.
+Legend: S slots, C columns, B bucket, R tokens per row and step (1 + draft tokens), M
+tokens of the longest request, W pages of a request, L layers, P pages, K key/value
+heads, G tokens of a page, H head dim, V vocabulary, D model, T tokens of a prefill, N
+chunks of a prefill, E changes.
 """
 
 import dataclasses
@@ -32,16 +31,16 @@ from jaxscale.sharding.operations import constrain
 
 
 SCORED = 128
-"""Tokens of a prompt whose logits exist at a time."""
+"""Prompt tokens whose logits are computed at a time."""
 
 
 class Pages(NamedTuple):
-    """The pool of keys and values."""
+    """The page pool of the KV cache."""
 
     kv: Any
     """[L, P, 2, K, G, H]."""
     scales: Any = None
-    """[L, P, 2, K], those of fp8."""
+    """[L, P, 2, K], fp8 scales."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +52,10 @@ class DecodePrograms:
     num_chunks: int
     """N."""
     ngrams: tuple[int, int] = (1, 1)
-    """Fewest and most tokens that drafts are looked up by."""
+    """Shortest and longest n-gram of the draft lookup."""
 
     def model(self, params: tuple[Array, ...]) -> Decoder:
-        """The module that has these parameters."""
+        """The module with these parameters."""
         return jax.tree.unflatten(self.tree, params)
 
     def update(
@@ -81,10 +80,10 @@ class DecodePrograms:
         drafts: int = 0,
         sums: Sums | None = None,
     ) -> tuple[Pages, Array, Array | None, Int[Array, "steps B R 3"]]:
-        """Draw tokens of each live row, greedily or with a temperature.
+        """Sample tokens of each live row, greedily or with a temperature.
 
-        A row gains a token in each step, and those behind it for which drafts were
-        right. With `sums` the layers add up over devices without XLA.
+        A row gains a token per step, plus one per accepted draft token. With `sums` the
+        layers all-reduce without XLA.
         """
         model = self.model(params)
 
@@ -128,7 +127,7 @@ class DecodePrograms:
             )
             return (pages, history, workspace), logits
 
-        # A loop as in `decode`, so that both round alike.
+        # A loop as in `decode`, so that both round equally.
         carry = pages, history, None if sums is None else sums.begin()
         (pages, history, _), logits = jax.lax.scan(step, carry, None, length=1)
         return pages, history, logits[0]
@@ -139,8 +138,8 @@ class DecodePrograms:
         history: Int[Array, "S M"] | None,
         drafts: int = 0,
     ) -> tuple[Int[Array, "B R"], Int[Array, "B"], Array | None]:
-        """The newest token of each live row and its drafts, how many both are, and the
-        history with them: drafts that are wrong are behind its end, as in the pages.
+        """The newest token of each live row and its draft tokens, their number, and the
+        history with them: rejected drafts are past its end, as in the pages.
         """
         num_new = rows[:, Column.FLAGS] & int(RowFlag.LIVE)
         tokens = (num_new * rows[:, Column.TOKEN])[:, None]
@@ -157,7 +156,7 @@ class DecodePrograms:
                 shortest=shortest,
                 longest=longest,
             )
-            # The last token of a row never goes into the cache.
+            # The last token of a row is never cached.
             room = jnp.maximum(rows[:, Column.LIMIT] - 2 - length, 0)
             num_new *= 1 + jnp.where(any_found, jnp.minimum(room, drafts), 0)
             tokens = jnp.concatenate([tokens, guesses], axis=1)
@@ -173,14 +172,14 @@ class DecodePrograms:
         mask: UInt32[Array, "B words"],
         bias: Int[Array, "B E 2"],
     ) -> tuple[Array, Array, Int[Array, "1 B 1 43"]]:
-        """Draw a token of each live row by all of its settings.
+        """Sample a token of each live row by all of its settings.
 
         Args:
-            logits: From `forward`.
+            logits: The result of `forward`.
             slots: The state.
             counts: The state.
-            extra: The row of `counts` of each row, S for none; then whether the
-                likeliest tokens are to be reported.
+            extra: The row of `counts` of each row, S for none; then whether to report
+                the most likely tokens.
             mask: See `sampling.adjusted`.
             bias: See `sampling.adjusted`.
         """
@@ -190,7 +189,7 @@ class DecodePrograms:
         allowed = sampling.adjusted(logits, rows, own, mask, bias)
         position = rows[:, Column.LENGTH] + 1
         tokens = sampling.draw_filtered(allowed, rows, position)[:, None]
-        # Nothing is allowed, or a penalty of no size that makes sense gives infinity.
+        # Nothing is allowed, or an absurdly large penalty gives infinity.
         stuck = ~jnp.isfinite(jnp.max(allowed, axis=-1))
         rows, out = _settle(rows, logits, tokens, position, stuck=stuck)
         live = out[:, 0, 0] >= 0
@@ -213,12 +212,12 @@ class DecodePrograms:
         num_keys: int,
         scored: bool = False,
     ) -> tuple[Any, ...]:
-        """Compute chunks of prompts, and draw the token after those that are whole.
+        """Prefill chunks of prompts, and sample the token after complete prompts.
 
         Returns:
-            pages, slots, what was drawn [1, N, 1, 3], and with `scored` of each token
-            the bits of the log-probability of its target and the likeliest in its
-            place, [T, 41].
+            pages, slots, the sampled tokens [1, N, 1, 3], and with `scored` for each
+            token the bits of the log-probability of its target and the most likely
+            tokens at its position, [T, 41].
         """
         model = self.model(params)
         adapted = model.adapters is not None
@@ -259,7 +258,7 @@ class DecodePrograms:
         tokens: Int[Array, "M"],
         row: Int[Array, "1"],
     ) -> tuple[Int[Array, "S M"]]:
-        """Make a row of the history that of `tokens`."""
+        """Set a row of the history to `tokens`."""
         return (history.at[row].set(tokens),)
 
     def reorder(
@@ -279,8 +278,8 @@ class DecodePrograms:
         Args:
             counts: The state.
             tokens: Ids; V for none.
-            head: The row; how many of `tokens` belong to the prompt; and whether the
-                row starts from nothing.
+            head: The row; how many of `tokens` belong to the prompt; and whether to
+                reset the row.
         """
         row, in_prompt, fresh = head
         old = jnp.where(fresh > 0, jnp.int16(0), counts[row])
@@ -298,8 +297,8 @@ def _logits(
     num_new: Int[Array, "B"],
     workspace: ReduceWorkspace | None,
 ) -> tuple[Pages, Float[Array, "B_times_R V"], ReduceWorkspace | None]:
-    """The pages with the first `num_new` tokens of each row, the logits of those that
-    follow each, and what the next sums over devices take.
+    """The pages with the first `num_new` tokens of each row, the logits of the tokens
+    that follow, and the workspace for the next all-reduce.
     """
     if model.adapters is not None:
         index = jnp.repeat(rows[:, Column.ADAPTER], tokens.shape[1])
@@ -314,7 +313,8 @@ def _logits(
         scales=pages.scales,
         workspace=workspace,
     )
-    # Rows of one token, [B R, 1]: tensor parallelism would split longer ones by tokens.
+    # Rows of one token, [B R, 1]: sequence parallelism would split longer ones by
+    # tokens.
     state = dataclasses.replace(state, positions=state.positions.reshape(-1, 1))
     hidden, state = model.run(tokens.reshape(-1, 1), state)
     logits = _unembed(model, hidden[:, 0])
@@ -334,7 +334,7 @@ def _write(
 
 
 def _unembed(model: Decoder, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
-    """Logits, whole on each device."""
+    """Logits, unsharded on each device."""
     logits = model.unembed(hidden[:, None])[:, 0]
     return constrain(logits, (None, None), model.rules)
 
@@ -348,15 +348,15 @@ def _settle(
     stuck: Array | bool = False,
     hits: Bool[Array, "B D"] | None = None,
 ) -> tuple[Int[Array, "B C"], Int[Array, "B R 3"]]:
-    """The rows after drawing `tokens`, and what the host is told.
+    """The rows after sampling `tokens`, and the results for the host.
 
     Args:
         rows: The state.
-        logits: Of the model, before anything was changed.
-        tokens: What was drawn.
+        logits: Unmodified logits of the model.
+        tokens: The sampled tokens.
         start: Position of the first of them.
-        stuck: Rows that may draw no token at all.
-        hits: Drafts that are what was drawn; a token counts if all before it are.
+        stuck: Rows without any allowed token.
+        hits: Accepted drafts; a token counts if all drafts before it are accepted.
     """
     live = rows[:, Column.FLAGS] & int(RowFlag.LIVE) > 0
     found = sampling.logprobs(logits, tokens.reshape(-1))
@@ -399,7 +399,7 @@ def _settle(
 
 
 def _top(logits: Float[Array, "B V"]) -> Int[Array, "B 40"]:
-    """The likeliest tokens, then the bits of their log-probabilities."""
+    """The most likely tokens, then the bits of their log-probabilities."""
     tokens, values = sampling.top_logprobs(logits)
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
     return jnp.concatenate([tokens, bits], axis=-1)
@@ -408,7 +408,7 @@ def _top(logits: Float[Array, "B V"]) -> Int[Array, "B 40"]:
 def _scores(
     model: Decoder, hidden: Float[Array, "T D"], targets: Int[Array, "T"]
 ) -> Int[Array, "T 41"]:
-    """What the model thinks of the tokens that follow, some of them at a time."""
+    """Log-probabilities of the tokens that follow, in chunks."""
 
     def part(x: tuple[Array, Array]) -> Array:
         logits = _unembed(model, x[0])

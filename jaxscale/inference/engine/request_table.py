@@ -23,7 +23,7 @@ class _Entry:
     sequences: list[Sequence]
     number: int
     remaining: int
-    # Sequences that wait for the first one to compute the prompt.
+    # Sequences that wait until the first one has computed the prompt.
     held: list[Sequence]
     outcome: str = "finished"
 
@@ -34,12 +34,12 @@ class RequestTable:
     def __init__(
         self, config: SchedulerConfig, counts: Counts, seed: int | None
     ) -> None:
-        """No requests.
+        """Start without requests.
 
         Args:
             config: The sizes.
-            counts: Counts of requests, kept up to date.
-            seed: Source of the seeds that requests lack; None for others each time.
+            counts: Counts of requests, to update.
+            seed: Seed for requests without one; None is random.
         """
         self._config, self._counts = config, counts
         self._random = random.Random(seed)
@@ -54,12 +54,12 @@ class RequestTable:
         return request_id in self._requests
 
     def sequences(self) -> Iterator[Sequence]:
-        """All that have not ended, in the order of their arrival."""
+        """All active requests, in the order of arrival."""
         for job in self._requests.values():
             yield from (c for c in job.sequences if c.state is not SequenceStatus.ENDED)
 
     def of(self, request_id: str) -> list[Sequence]:
-        """The sequences of a request, none where there is no such request."""
+        """The sequences of a request; empty if there is no such request."""
         job = self._requests.get(request_id)
         return job.sequences if job else []
 
@@ -93,19 +93,19 @@ class RequestTable:
         return sequences
 
     def is_held(self, c: Sequence) -> bool:
-        """True while it waits for the first one of its request."""
+        """True while it waits for the first sequence of its request."""
         return c in self._requests[c.request.id].held
 
     def let_go(self, c: Sequence) -> list[Sequence]:
-        """The sequences that its request held; from now on it holds none."""
+        """Release the sequences that its request held, and return them."""
         job = self._requests[c.request.id]
         held, job.held = job.held, []
         return held
 
     def close(self, c: Sequence, reason: FinishReason) -> None:
-        """Count the end of a sequence, and of its request with the last one.
+        """Count the end of a sequence, and of its request after the last one.
 
-        A request ends as badly as the worst of its sequences.
+        The outcome of a request is that of its worst sequence.
         """
         job = self._requests[c.request.id]
         outcome = _OUTCOMES.get(reason, "finished")
@@ -129,6 +129,6 @@ class RequestTable:
         return late
 
     def _is_here(self, deadline: tuple[float, int, str]) -> bool:
-        """An id may be used again once its request has ended."""
+        """An id may be reused once its request has ended."""
         job = self._requests.get(deadline[2])
         return job is not None and job.number == deadline[1]

@@ -1,7 +1,7 @@
-"""The device side of the serving engine: its state, and what is compiled to change it.
+"""The device side of the inference engine: its state, and the programs that update it.
 
-Legend: S slots, B bucket, W pages of a request, L layers, P pages, K key/value heads,
-G tokens of a page, H head dim, V vocabulary, T tokens of a prefill.
+Legend: S slots, B bucket, W pages of a request, L layers, P pages, K key/value heads, G
+tokens of a page, H head dim, V vocabulary, T tokens per prefill.
 """
 
 import concurrent.futures
@@ -49,7 +49,7 @@ NUM_COUNTED = 512
 """Tokens that one call of `DecodePrograms.count` counts."""
 
 type Key = tuple[Any, ...]
-"""The name of a program and its sizes."""
+"""Name and sizes of a program."""
 
 _ADAPTED = "_lora"
 """End of the names of the programs whose rows may use adapters."""
@@ -77,10 +77,10 @@ the place of."""
 
 
 class Runner:
-    """The state of the engine on the device, and the programs that change it.
+    """The state of the engine on the device, and the programs that update it.
 
     All programs are compiled before the first request, and nothing is compiled after.
-    Calls return at once, with arrays that are on their way to the host.
+    Calls return at once, with arrays that are being copied to the host.
 
     Example:
         >>> from flax import nnx
@@ -106,28 +106,28 @@ class Runner:
         kv_scales: np.ndarray | None = None,
         all_reduce: AllReduce = None,
     ) -> None:
-        """Take over the model; the state is made by `compile`.
+        """Prepare the model; `compile` makes the state.
 
         Args:
-            model: A decoder; `Decoder.for_inference` is called.
+            model: A decoder; `Decoder.for_inference` is applied.
             config: The sizes.
-            prefill_tokens: T of the programs that prompts are computed with, the
-                largest ``config.prefill_tokens``; by default that, a quarter of it, and
-                a sixteenth.
-            buckets: B of the programs that decode, powers of two, the largest S; by
-                default 2, 8, 32 and so on, and S: a step reads all weights, so a few
-                rows more cost it little. With one, what a request gets does not depend
-                on how many others there are.
-            kv_scales: [L, 2, K], fp32, of keys and values: these are kept in fp8
-                (E4M3), divided by it. None keeps them in the type of the computation.
-            all_reduce: Who sums the tokens of a step over devices: ``"xla"``, our
-                ``"low_latency"`` kernel, or what was measured to be faster if None.
+            prefill_tokens: T of the prefill programs, the largest
+                ``config.prefill_tokens``; by default that, a quarter of it, and a
+                sixteenth.
+            buckets: B of the decode programs, powers of two, the largest S; by default
+                2, 8, 32 and so on, and S: a step reads all weights, so a few more rows
+                cost little. With a single bucket, results of a request do not depend on
+                the number of others.
+            kv_scales: [L, 2, K], fp32, scales of keys and values: the KV cache is then
+                fp8 (E4M3). None keeps it in the type of the computation.
+            all_reduce: All-reduce of a decode step: ``"xla"``, our ``"low_latency"``
+                kernel, or None for whichever was measured to be faster.
 
         Raises:
-            ValueError: ``config.longest`` is more than the model can continue,
-                `prefill_tokens` or `buckets` do not fit `config`, `kv_scales` not the
-                model, there are more drafts than attention takes, or `all_reduce` is
-                unknown.
+            ValueError: ``config.longest`` exceeds the limit of the model,
+                `prefill_tokens` or `buckets` do not fit `config`, `kv_scales` do not
+                fit the model, there are more draft tokens than attention takes, or
+                `all_reduce` is unknown.
             Unsupported: `all_reduce` is ``"low_latency"``, which needs a model in 16
                 bits on Hopper GPUs of one process.
         """
@@ -165,7 +165,7 @@ class Runner:
         self._prefill_tokens = prefill_sizes(config, prefill_tokens)
         blocks = config.prefill_requests * (KEY_BLOCK - 1)
         keys = whole_blocks(config.keys_budget + blocks)
-        # Gathered keys that nobody has cost little, a program costs seconds.
+        # Gathering unused keys costs little, another program costs seconds.
         few = whole_blocks(keys // 8)
         self._prefill_keys = [few, keys] if keys > 8192 else [keys]
         self._compiled: dict[Key, Callable[..., Any]] = {}
@@ -181,7 +181,7 @@ class Runner:
     # What there is to compile.
 
     def programs(self) -> Iterator[tuple[Key, Callable[..., Any], tuple[Any, ...]]]:
-        """Every program: its key, the jitted function, and the shapes it takes."""
+        """All programs: key, jitted function, and input shapes."""
         config, programs = self.config, self._programs
         _, slots, counts, history = self._state()
         vocab, num_slots = self.model_config.vocab_size, config.num_slots
@@ -244,7 +244,7 @@ class Runner:
             )
 
     def inputs(self) -> dict[Key, tuple[jax.ShapeDtypeStruct, ...]]:
-        """What `dispatch` takes besides the key, by the key."""
+        """Shapes of the inputs of `dispatch`, by key."""
         return {
             key: shapes[len(_STATE[key[0]][0]) :] for key, _, shapes in self.programs()
         }
@@ -258,7 +258,7 @@ class Runner:
 
         Args:
             progress: Called after each program.
-            cache: Where programs are looked up, and kept.
+            cache: Cache of compiled programs.
         """
         todo = list(self.programs())
         placement = repr((self._sharding(PAGES_AXES), self._sharding()))
@@ -269,7 +269,7 @@ class Runner:
                 traced = fn.trace(*shapes)
                 if cache is None:
                     return key, traced.lower().compile()
-                # What a key stands for is code, on which the cache depends.
+                # The meaning of a key is in the code, on which the cache depends.
                 where = [key, placement, [x.sharding for x in jax.tree.leaves(shapes)]]
                 return key, cache.compile(traced, repr(where))[0]
 
@@ -291,7 +291,7 @@ class Runner:
 
         with self._on_mesh():
             state = jax.tree.map(zeros, self._state())
-            # Memory that is not there is missed here, not by the first request.
+            # Out of memory shows here, not at the first request.
             jax.block_until_ready(state)
             self.pages, self.slots, self.counts, self.history = state
             if self._kv_scales is not None:
@@ -317,7 +317,7 @@ class Runner:
         """Move rows of the slots, then change cells of them.
 
         Args:
-            source: The row that each is taken from; None where all stay.
+            source: The source row of each row; None if none move.
             changes: (row, column, value), no cell twice.
         """
         count = self.config.num_slots
@@ -335,7 +335,7 @@ class Runner:
             source = None
 
     def remember(self, row: int, tokens: Sequence[int]) -> None:
-        """Look drafts of a row up in `tokens`, and in those that it draws."""
+        """Use `tokens` of a row, and those that it samples, for draft lookup."""
         if self.history is not None:
             padded = np.zeros(self.config.longest, np.int32)
             padded[: len(tokens)] = tokens
@@ -373,15 +373,15 @@ class Runner:
     def prefill(
         self, chunks: Sequence[Chunk], targets: Sequence[Sequence[int]] | None = None
     ) -> tuple[Array, Array | None]:
-        """Compute chunks of prompts; the rows that are drawn for must have been set.
+        """Prefill chunks of prompts; rows that get a token must have been set before.
 
         Args:
-            chunks: Which, `SchedulerConfig.prefill_requests` at most.
-            targets: For log-probabilities of prompts, of each chunk the tokens that
-                follow each of its tokens, -1 for none.
+            chunks: The chunks, at most `SchedulerConfig.prefill_requests`.
+            targets: For prompt log-probabilities, the next token of each token of each
+                chunk, -1 for none.
 
         Returns:
-            What was drawn after each chunk, [1, N, 1, 3], and the log-probabilities,
+            The sampled token after each chunk, [1, N, 1, 3], and the log-probabilities,
             [T, 41].
         """
         packed, key = self._pack(chunks, targets)
@@ -389,7 +389,7 @@ class Runner:
         return outs[0], outs[1] if targets is not None else None
 
     def count(self, row: int, tokens: Sequence[int], num_prompt: int) -> None:
-        """Count the tokens of a request anew, the first `num_prompt` as its prompt."""
+        """Recount the tokens of a request, the first `num_prompt` as its prompt."""
         none = self.model_config.vocab_size
         for start in range(0, max(len(tokens), 1), NUM_COUNTED):
             part = tokens[start : start + NUM_COUNTED]
@@ -400,14 +400,14 @@ class Runner:
             self.dispatch(("count",), padded, head)
 
     def dispatch(self, key: Key, *inputs: np.ndarray | None) -> list[Array]:
-        """Run a program on the state; several hosts do so in the same order.
+        """Run a program on the state; all hosts do so in the same order.
 
         Args:
-            key: Which.
-            inputs: What it takes besides the state; None for what changes nothing.
+            key: Key of the program.
+            inputs: Its inputs besides the state; None for a default.
 
         Returns:
-            What it gives besides the state, on its way to the host.
+            Its results besides the state, being copied to the host.
         """
         if self.on_dispatch is not None:
             self.on_dispatch(key, inputs)
@@ -429,7 +429,7 @@ class Runner:
     def _pack(
         self, chunks: Sequence[Chunk], targets: Sequence[Sequence[int]] | None
     ) -> tuple[np.ndarray, Key]:
-        """The array that `DecodePrograms.prefill` takes, and which program takes it."""
+        """The input of `DecodePrograms.prefill`, and the key of its program."""
         config = self.config
         needed = sum(len(chunk.tokens) for chunk in chunks)
         keys = sum(whole_blocks(chunk.end) for chunk in chunks)
@@ -455,7 +455,7 @@ class Runner:
         yield self._prefill_tokens[-1], self._prefill_keys[-1], True
 
     def _state(self) -> tuple[Pages, Any, Any, Any]:
-        """Shapes of pages, slots and counts, and of the history where there is one."""
+        """Shapes of pages, slots and counts, and of the history if there is one."""
         model, config = self.model_config, self.config
         shape = (model.num_layers, config.num_pages, 2, model.num_kv_heads)
         dtype, scales = self.dtype, None
@@ -473,7 +473,7 @@ class Runner:
         return pages, slots, counts, history
 
     def _sums(self, rows: int) -> Sums | None:
-        """What sums so many tokens of a step over the devices; None is XLA."""
+        """The all-reduce for this many tokens of a step; None is XLA's."""
         with self._on_mesh():
             return Sums.choose(
                 self._all_reduce,
@@ -494,7 +494,7 @@ class Runner:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding(axes))
 
     def _jit(self, fn: Callable[..., Any], donated: tuple[int, ...], outs: str) -> Any:
-        """`fn` compiled; `outs` names the results, p for pages and s for small ones."""
+        """Compile `fn`; `outs` names the results, p for pages and s for small ones."""
         pages = jax.tree.map(lambda shape: shape.sharding, self._state()[0])
         where = {"p": pages, "s": self._sharding()}
         shardings = [where[kind] for kind in outs]

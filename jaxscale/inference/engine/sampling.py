@@ -1,8 +1,8 @@
-"""Drawing the next token of many requests at once, each by its own settings.
+"""Sampling the next token of many requests at once, each by its own settings.
 
-The settings are columns of the rows that the device keeps (`batch_rows.Column`). What a
-request gets depends on its logits, its settings, its seed and the position of the
-token, and not on its neighbors. Everything is in fp32.
+The settings are columns of the device's rows (`batch_rows.Column`). The result depends
+on the logits, the settings, the seed and the position of the token, and not on other
+requests. Everything is in fp32.
 
 Legend: B rows, C columns, V vocabulary, E biases of a row.
 """
@@ -17,27 +17,27 @@ from jaxscale.inference.engine.batch_rows import NUM_STOPS, Column
 
 
 NUM_TOP = 20
-"""Likeliest tokens that `top_logprobs` reports."""
+"""Number of most likely tokens that `top_logprobs` reports."""
 
 LARGEST = 1e30
-"""Logits that a penalty makes larger are taken for it: they stay finite."""
+"""Bound of penalized logits, so that they stay finite."""
 
 IN_PROMPT = -(2**15)
-"""The bit of a count of tokens that says that the prompt holds it, too."""
+"""The bit of a token count that marks tokens of the prompt."""
 
 
 def draw(
     logits: Float[Array, "B V"], rows: Int[Array, "B C"], positions: Int[Array, "B"]
 ) -> Int[Array, "B"]:
-    """The most likely token, or one drawn with the temperature of the row.
+    """The most likely token, or one sampled with the temperature of the row.
 
     Args:
         logits: Unnormalized log-probabilities.
         rows: Settings.
-        positions: Of the tokens to draw, in their sequences.
+        positions: Positions of the tokens to sample, in their sequences.
 
     References:
-        A maximum after adding Gumbel noise is a draw from the softmax: Maddison et al.,
+        The maximum after adding Gumbel noise samples from the softmax: Maddison et al.,
         arXiv 1411.0030.
     """
     warm = _float(rows, Column.TEMPERATURE) > 0
@@ -52,17 +52,17 @@ def draw(
 def draw_filtered(
     logits: Float[Array, "B V"], rows: Int[Array, "B C"], positions: Int[Array, "B"]
 ) -> Int[Array, "B"]:
-    """`draw` among the tokens that top-k, top-p and min-p of the row leave."""
+    """`draw` among the tokens that pass the row's top-k, top-p and min-p."""
     return draw(filtered(logits, rows), rows, positions)
 
 
 def filtered(
     logits: Float[Array, "B V"], rows: Int[Array, "B C"]
 ) -> Float[Array, "B V"]:
-    """`logits` with ``-inf`` for tokens that top-k, top-p or min-p of the row bar.
+    """`logits` with ``-inf`` for tokens excluded by the row's top-k, top-p or min-p.
 
-    The temperature is applied before; top-p counts what the other two have left.
-    Tokens as likely as the last that is in are in.
+    The temperature is applied before; top-p counts the tokens that pass the other two.
+    Ties with the last included token are included.
 
     References:
         Nucleus (top-p) sampling, arXiv 1904.09751. min-p, arXiv 2407.01082.
@@ -77,7 +77,7 @@ def filtered(
 
     def reaches_p(kept: Array) -> Array:
         mass = jnp.where(kept, jnp.exp(scaled), 0.0)
-        # A share that fp32 rounds to zero still leaves the likeliest.
+        # A threshold that fp32 rounds to zero still keeps the most likely token.
         share = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
         wanted = share * jnp.sum(mass, axis=-1)
 
@@ -105,14 +105,14 @@ def adjusted(
     mask: UInt32[Array, "B words"],
     bias: Int[Array, "B E 2"],
 ) -> Float[Array, "B V"]:
-    """`logits` after penalties, biases, and what a row may not draw at all.
+    """`logits` after penalties, biases and masks.
 
     Args:
         logits: Unnormalized log-probabilities.
         rows: Settings.
-        counts: How often the sequence holds each token, with the bit `IN_PROMPT`.
-        mask: A bit for each token that may be drawn, the lowest first.
-        bias: Tokens, V or more where there are fewer, and the bits of what is added.
+        counts: How often each token occurs in the sequence, with the bit `IN_PROMPT`.
+        mask: One bit per allowed token, the lowest first.
+        bias: Tokens, V or more for unused entries, and the bits of their biases.
     """
     batch, vocab = logits.shape
     seen, drawn = counts != 0, (counts & ~jnp.int16(IN_PROMPT)).astype(jnp.float32)
@@ -126,7 +126,7 @@ def adjusted(
     each = jnp.arange(batch)[:, None]
     added = jax.lax.bitcast_convert_type(bias[..., 1], jnp.float32)
     logits = logits.at[each, bias[..., 0]].add(added, mode="drop")
-    # Before so many tokens none may be drawn that stops.
+    # Before this many tokens no stop token may be sampled.
     stops = rows[:, Column.STOPS : Column.STOPS + NUM_STOPS]
     early = rows[:, Column.LENGTH] + 1 < rows[:, Column.MIN_LENGTH]
     barred = jnp.where(early[:, None] & (stops >= 0), stops, vocab)
@@ -139,7 +139,7 @@ def adjusted(
 def logprobs(
     logits: Float[Array, "B V"], tokens: Int[Array, "B"]
 ) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:
-    """The log-probability of a token of each row, and whether all logits are finite."""
+    """The log-probability of a token per row, and whether all logits are finite."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     total = jax.nn.logsumexp(logits, axis=-1)
     return chosen - total, jnp.all(jnp.isfinite(logits), axis=-1)
@@ -148,9 +148,9 @@ def logprobs(
 def top_logprobs(
     logits: Float[Array, "B V"],
 ) -> tuple[Int[Array, "B 20"], Float[Array, "B 20"]]:
-    """The likeliest tokens of each row, the first first, and their log-probabilities.
+    """The most likely tokens of each row, in order, and their log-probabilities.
 
-    Where the vocabulary has fewer than `NUM_TOP`, -1 and ``-inf`` follow.
+    If the vocabulary has fewer than `NUM_TOP`, -1 and ``-inf`` follow.
     """
     most = min(NUM_TOP, logits.shape[-1])
     values, tokens = jax.lax.top_k(logits, most)
@@ -167,7 +167,7 @@ def _float(rows: Array, column: int) -> Float[Array, "B"]:
 
 
 def _scaled(logits: Array, rows: Array) -> Float[Array, "B V"]:
-    """`logits` by the temperature, 0 the largest: it may be as cold as it likes."""
+    """`logits` by the temperature, shifted to a maximum of 0, for any temperature."""
     temperature = _float(rows, Column.TEMPERATURE)[:, None]
     below = logits - jnp.max(logits, axis=-1, keepdims=True)
     return below / jnp.where(temperature > 0, temperature, 1.0)
@@ -188,7 +188,7 @@ def _noise(
 
 
 def _order(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
-    """Integers in the order of the numbers."""
+    """Integers in the same order as the numbers."""
     x = jnp.where(x == 0, 0.0, x)  # not -0.0, which is as large
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << 31)
@@ -200,7 +200,7 @@ def _largest(
 ) -> UInt32[Array, "B"]:
     """The largest integer of each row for which `holds`, which is true from 0 up to it.
 
-    By its bits, the highest first: 32 sums over the vocabulary, and no sorting.
+    Bit by bit, the highest first: 32 sums over the vocabulary, without sorting.
     """
 
     def step(i: Array, least: Array) -> Array:

@@ -1,8 +1,8 @@
-"""The scheduler: one plan a tick, from the requests and what the device has drawn.
+"""The scheduler: one plan per engine step, from the requests and the device's results.
 
-A request is decoded with all others from the tick in which its prompt ends, and leaves
-in the tick after the token that ends it. The work of a tick grows with what changes in
-it and with the rows that are live, not with the requests that wait.
+A request joins the decode batch in the step in which its prompt ends, and leaves it in
+the step after its last token. The work of a step grows with the changes and the live
+rows, not with the waiting requests.
 """
 
 import bisect
@@ -38,10 +38,10 @@ from jaxscale.inference.request import (
 
 
 class Scheduler:
-    """The policy of the engine; one thread owns it.
+    """The scheduling policy of the engine; one thread owns it.
 
-    In a loop: `add`, `abort` and `finish` for what clients want, `schedule` for what to
-    dispatch, `update` with what came back, however late, and `take_events`.
+    In a loop: `add`, `abort` and `finish` for client commands, `schedule` for the next
+    plan, `update` with results, however late, and `take_events`.
 
     Example:
         >>> config = SchedulerConfig(num_pages=8, vocab_size=100, max_len=64)
@@ -64,7 +64,7 @@ class Scheduler:
 
         Args:
             config: The sizes.
-            seed: Source of the seeds that requests lack; None for others each time.
+            seed: Seed for requests without one; None is random.
         """
         self.config = config
         self.counts = Counts()
@@ -81,45 +81,45 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """True where there are no requests."""
+        """True if there are no requests."""
         return not self._requests
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for pages or a row, the preempted ones among them."""
+        """Number of sequences that wait for pages or a row, also preempted ones."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold pages."""
+        """Number of sequences that hold pages."""
         return self._num_running
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens of the prompts of new requests that wait."""
+        """Prompt tokens of new requests in the waiting queue."""
         return self._waiting.num_tokens
 
     @property
     def pool(self) -> BlockPool:
-        """The pages, to be looked at."""
+        """The page pool, for inspection."""
         return self._tables.pool
 
     def sequences(self) -> Iterator[Sequence]:
-        """All that have not ended, in the order of their arrival."""
+        """All active requests, in the order of arrival."""
         return self._requests.sequences()
 
     # What clients want.
 
     def add(self, request: Request, *, now: float) -> None:
-        """Let a request wait for its turn.
+        """Add a request to the waiting queue.
 
         Args:
             request: The request; it is checked here against the model and the cache.
-            now: The time in seconds, by any clock that does not go back.
+            now: The time in seconds, by any monotonic clock.
 
         Raises:
             InvalidRequest: it can never run, or its id is in use.
-            Overloaded: too many wait.
+            Overloaded: the waiting queue is full.
             Draining: `drain` was called.
         """
         self.counts.received += 1
@@ -140,10 +140,10 @@ class Scheduler:
     def abort(
         self, request_id: str, *, now: float, reason: FinishReason = "aborted"
     ) -> bool:
-        """End all sequences of a request, in whatever state they are.
+        """End all sequences of a request, in any state.
 
         Returns:
-            True if there was such a request; those that ended are forgotten.
+            True if there was such an active request.
         """
         sequences = self._requests.of(request_id)
         for c in sequences:
@@ -153,12 +153,12 @@ class Scheduler:
     def finish(self, c: Sequence, reason: FinishReason, *, now: float) -> None:
         """End one sequence, for example because its text has a stop string.
 
-        One that has ended already stays as it is.
+        Nothing happens if it has ended already.
         """
         self._end(c, reason, now)
 
     def drain(self) -> None:
-        """Refuse what comes from now on; what is here goes on."""
+        """Refuse new requests; accepted ones continue."""
         self._draining = True
 
     def take_events(self) -> list[SchedulerEvent]:
@@ -197,9 +197,9 @@ class Scheduler:
     # What the device is to do.
 
     def schedule(self, *, now: float) -> SchedulerOutput | None:
-        """Return what to dispatch next; None where there is nothing.
+        """Return the next plan; None if there is nothing to do.
 
-        A plan must be dispatched: what it says of pages and rows is settled.
+        A plan must be dispatched: its pages and rows are already assigned.
 
         Args:
             now: The time in seconds.
@@ -230,10 +230,11 @@ class Scheduler:
         )
 
     def _grow(self, now: float) -> tuple[list[Sequence], tuple[int, int]]:
-        """Give each live row the pages that the next dispatch may write.
+        """Allocate the pages that the next dispatch may write, for each live row.
 
         Returns:
-            The rows that go on, and how many steps and drafts they have pages for.
+            The rows that continue, and for how many steps and draft tokens they have
+            pages.
         """
         config = self.config
         live = [c for c in self._slots.owners() if c.goes_on]
@@ -262,7 +263,7 @@ class Scheduler:
         yield from self._slots.owners()
 
     def _preempt(self, c: Sequence, now: float) -> None:
-        """Take the pages of a sequence, which starts again."""
+        """Preempt a sequence: release its pages, to be recomputed later."""
         self._release(c, keep=True)
         c.state = SequenceStatus.WAITING
         self._waiting.come_back(c)
@@ -270,10 +271,10 @@ class Scheduler:
         self._events.append(SchedulerEvent(kind="preempted", sequence=c, time=now))
 
     def _admit(self, now: float) -> list[Sequence]:
-        """Give pages to those whose turn it is, while there are enough.
+        """Admit sequences from the waiting queue, while there are enough pages.
 
         Returns:
-            The sequences whose prompt needs no prefill.
+            The sequences whose prompts need no prefill.
         """
         ready = []
         while (c := self._waiting.peek()) is not None:
@@ -312,7 +313,7 @@ class Scheduler:
             self._waiting.charge([(c, len(c.tokens) - c.kv)])
 
     def _let_others_go(self, first: Sequence) -> None:
-        """Let the others of a request wait no longer for its first one."""
+        """Queue the other sequences of a request, after its first one."""
         for c in self._requests.let_go(first):
             if c.state is SequenceStatus.WAITING:
                 self._waiting.come_back(c)
@@ -329,7 +330,7 @@ class Scheduler:
     def _place(
         self, ready: list[Sequence], chosen: list[tuple[Sequence, int]]
     ) -> tuple[list[Sequence], list[int] | None]:
-        """Rows for those whose prompt ends in this tick; first the others move up."""
+        """Compact the batch, and assign rows to sequences whose prompt ends now."""
         done = [c for c, end in chosen if end == c.target] + ready
         placed = [c for c in done if c.limit > len(c.tokens)]
         more = sum(c.slot is None for c in placed)
@@ -361,7 +362,7 @@ class Scheduler:
             slot=c.slot if draws else None,
         )
         c.kv = end
-        # Whoever reads the pages is planned later, so they will have been written.
+        # Readers of the pages are planned later, so the pages will have been written.
         self._tables.name(c)
         if c.index == 0 and c.prompt_done:
             self._let_others_go(c)
@@ -405,18 +406,18 @@ class Scheduler:
         decode: Drawn | None = None,
         now: float,
     ) -> list[Progress]:
-        """Take in the results of a plan, after those of the plans before it.
+        """Process the results of a plan, after those of earlier plans.
 
-        Results of sequences that ended or were preempted meanwhile are dropped.
+        Results of sequences that have ended or were preempted are dropped.
 
         Args:
-            plan: The plan as it was dispatched.
-            prefill: Results of its prefill; None where it has none, or is not back yet.
+            plan: The dispatched plan.
+            prefill: Results of its prefill; None if there are none, or not yet.
             decode: Results of its decode, likewise.
             now: The time in seconds.
 
         Returns:
-            The gain of each sequence; none without news.
+            The progress of each sequence with new tokens.
         """
         news = []
         for row, chunk in enumerate(plan.prefill):
@@ -430,7 +431,7 @@ class Scheduler:
             ):
                 news.append(self._advance(c, row, prefill, now, decoded=False))
             elif c.state is SequenceStatus.PREFILL and chunk.end == c.limit:
-                # Only the prompt was wanted.
+                # Only the prompt was requested.
                 self._end(c, "length", now)
         if decode is not None and plan.decode is not None:
             news += self._decoded(plan.tick, plan.decode, decode, now)
@@ -457,7 +458,7 @@ class Scheduler:
         self, c: Sequence, row: int, drawn: Drawn, now: float, *, decoded: bool
     ) -> Progress:
         tokens, flags, logprobs = drawn.of_row(row)
-        # A live row that draws nothing is one that the device knows nothing of.
+        # A live row without a token is one that the device does not have.
         finish: FinishReason | None = None if tokens else "error"
         kept = 0
         for token, flag in zip(tokens, flags, strict=True):
@@ -485,7 +486,7 @@ class Scheduler:
 
 
 def _reason(c: Sequence, token: int, flag: int) -> FinishReason | None:
-    """Say why the newest token ends the sequence, if it does."""
+    """The finish reason, if the newest token ends the sequence."""
     length = len(c.tokens)
     if token in c.stops and c.num_drawn > c.request.params.min_tokens:
         return "stop"

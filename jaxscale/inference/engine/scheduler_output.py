@@ -1,6 +1,6 @@
-"""The plan of a tick, from scheduler to device side, and the results that come back.
+"""The plan of an engine step, from scheduler to device, and its results.
 
-Legend: S slots, B bucket, R tokens a step (1 + drafts), G tokens of a page.
+Legend: S slots, B bucket, R tokens per step (1 + draft tokens), G tokens per page.
 """
 
 import dataclasses
@@ -14,26 +14,26 @@ from jaxscale.inference.request import FinishReason
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Neighboring tokens of one prompt, to be computed in this tick.
+    """A chunk of one prompt, to be computed in this step.
 
-    Their keys and values are appended first, then each attends to what lies in the
-    cache of its request up to itself.
+    Its keys and values are appended first, then each token attends to the cached tokens
+    of its request up to itself.
     """
 
     sequence: Sequence
     tokens: abc.Sequence[int]
     """Token ids."""
     start: int
-    """Position of the first; all before it are in the cache."""
+    """Position of the first token; all before it are cached."""
     pages: abc.Sequence[int]
     """Pages of the positions 0 to `end` - 1."""
     slot: int | None
-    """Row for a token that is drawn after the last one: the device puts it there and
-    sets the row live, unless the token ends it. None where none is drawn."""
+    """Row for the token sampled after the last one: the device writes it there and sets
+    the row live, unless the token ends it. None if none is sampled."""
 
     @property
     def sampled(self) -> bool:
-        """True where a token is drawn after the last one."""
+        """True if a token is sampled after the last one."""
         return self.slot is not None
 
     @property
@@ -60,23 +60,23 @@ def _rows(pages: abc.Sequence[int], start: int, end: int, page_size: int) -> lis
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """A few steps of all rows."""
+    """A few decode steps of all rows."""
 
     rows: abc.Sequence[Sequence | None]
-    """[B] whose row each is when the steps begin; None for rows that are not live.
-    Results are matched by it, whatever has become of the rows meanwhile."""
+    """[B] the owner of each row when the steps begin; None for rows that are not live.
+    Results are matched by it, even if rows have changed owners since."""
     bucket: int
     """B, rows to decode: a power of two."""
     steps: int
-    """Tokens that a row draws at most, apart from accepted drafts."""
+    """Maximum tokens per row, without accepted draft tokens."""
     drafts: int = 0
-    """Tokens that the device guesses for each row and step: R - 1."""
+    """Draft tokens per row and step: R - 1."""
     full: abc.Sequence[int] = ()
-    """Rows that need the full sampler. With any, there is one step without drafts: the
-    logits of all rows, then the full sampler."""
+    """Rows that need the full sampler. With any, there is a single step without draft
+    tokens: the logits of all rows, then the full sampler."""
     replayed: Collection[int] = ()
-    """Rows that were preempted and are decoded again: what they draw is known, and must
-    not be counted twice. With any, there is one step without drafts."""
+    """Preempted rows that are replayed: their tokens are known, and must not be counted
+    twice. With any, there is a single step without draft tokens."""
 
     @property
     def adapted(self) -> bool:
@@ -86,27 +86,27 @@ class Decode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
-    """The work of a tick, in the order of the fields.
+    """The work of an engine step, in the order of the fields.
 
-    `source` comes before `changes`, which name rows as they are after that;
-    then the prefill, then the decode, which sees the tokens that the prefill has drawn.
+    `source` comes before `changes`, which refer to the rows after the move; then the
+    prefill, then the decode, which sees the tokens that the prefill has sampled.
     """
 
     tick: int
     """Number of the plan, from 1."""
     source: abc.Sequence[int] | None = None
-    """[S] the row that each row is taken from; None where all stay."""
+    """[S] the source row of each row; None if none move."""
     changes: abc.Sequence[tuple[int, int, int]] = ()
     """(row, column, value), no cell twice; columns are those of
     `batch_rows.Column`. Any number: more than fit into one array are applied in
     several."""
     placed: abc.Sequence[tuple[int, Sequence]] = ()
-    """Rows that belong to another sequence than before: what the device keeps by
-    row beside the slots, such as counts of tokens, is to be made anew."""
+    """Rows with a new owner: other per-row device state, such as token counts, must be
+    reset."""
     prefill: abc.Sequence[Chunk] = ()
-    """Chunks to compute together; none where no prompt waits."""
+    """Chunks to compute together; empty if no prompt waits."""
     decode: Decode | None = None
-    """None where no row is live."""
+    """None if no row is live."""
 
     @property
     def prefill_tokens(self) -> int:
@@ -126,17 +126,17 @@ class Drawn:
     """
 
     tokens: abc.Sequence[abc.Sequence[abc.Sequence[int]]]
-    """Token ids; -1 where a row has none."""
+    """Token ids; -1 if a row has none."""
     flags: abc.Sequence[abc.Sequence[abc.Sequence[int]]]
     """Bits of `batch_rows.OutFlag`."""
     logprobs: abc.Sequence[abc.Sequence[abc.Sequence[float]]] | None = None
-    """Log-probabilities in nats; None where nobody wants them."""
+    """Log-probabilities in nats; None if not requested."""
 
     def of_row(self, row: int) -> tuple[list[int], list[int], list[float]]:
-        """Tokens, flags and log-probabilities of a row, places without a token gone."""
+        """Tokens, flags and log-probabilities of a row, without empty places."""
         values = self.logprobs
         steps = [step[row] for step in self.tokens]
-        if len(steps) == 1 and len(steps[0]) == 1 and steps[0][0] >= 0:  # as a rule
+        if len(steps) == 1 and len(steps[0]) == 1 and steps[0][0] >= 0:  # usually
             found = [] if values is None else list(values[0][row])
             return list(steps[0]), list(self.flags[0][row]), found
         places = [
@@ -152,70 +152,70 @@ class Drawn:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Progress:
-    """Gain of a sequence from the results of a plan."""
+    """Progress of a sequence from the results of a plan."""
 
     sequence: Sequence
     tokens: abc.Sequence[int]
-    """New tokens, the one that ended it included."""
+    """New tokens, including the one that ended it."""
     logprobs: abc.Sequence[float]
     """One for each of `tokens`, or none at all."""
     row: int
-    """Row in `SchedulerOutput.decode`, or place in `SchedulerOutput.prefill`."""
+    """Row in `SchedulerOutput.decode`, or index in `SchedulerOutput.prefill`."""
     decoded: bool
     """True: `row` is one of `SchedulerOutput.decode`."""
     finish: FinishReason | None
-    """Reason for its end with the last of them."""
+    """Finish reason, if it ended with the last token."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerEvent:
-    """Something that happened to a sequence, for its client and the metrics."""
+    """An event of a sequence, for its client and the metrics."""
 
     kind: Literal["queued", "admitted", "preempted", "ended"]
     sequence: Sequence
     time: float
-    """Time of the clock that the scheduler is given."""
+    """Time, by the scheduler's clock."""
     cached_tokens: int = 0
-    """Tokens found in the cache, of ``"admitted"``."""
+    """Prefix cache hit in tokens, for ``"admitted"``."""
     finish: FinishReason | None = None
-    """Reason of ``"ended"``."""
+    """Finish reason, for ``"ended"``."""
 
 
 @dataclasses.dataclass(slots=True)
 class Counts:
-    """Requests since the start: those received are in one of the other numbers, or are
-    still here.
+    """Counters of requests since the start: each received one is in another counter, or
+    still active.
     """
 
     received: int = 0
     finished: int = 0
-    """Ended by a stop token or string, or by their length."""
+    """Finished by a stop token or string, or by their length."""
     aborted: int = 0
-    """Number that their clients gave up."""
+    """Aborted by their clients."""
     rejected: int = 0
-    """Refused at once: not possible, too many, or the engine is draining."""
+    """Rejected at once: invalid, queue full, or the engine is draining."""
     timeout: int = 0
-    """Past the deadline that their clients gave them."""
+    """Past their deadline."""
     failed: int = 0
-    """Their logits were not finite, or their guide allowed no token."""
+    """Failed: logits were not finite, or their guide allowed no token."""
     preempted: int = 0
-    """Preemptions; the sequences go on later."""
+    """Preemptions; the sequences continue later."""
     prompt_tokens: int = 0
     """Tokens that prefill computed."""
     cached_tokens: int = 0
-    """Tokens of prompts that were found in the cache."""
+    """Prompt tokens found in the prefix cache."""
     drawn_tokens: int = 0
-    """Tokens drawn."""
+    """Sampled tokens."""
     drafted_tokens: int = 0
-    """Drafts: tokens that were guessed before they were drawn."""
+    """Draft tokens proposed."""
     accepted_tokens: int = 0
-    """Drafts that were right, and saved a step."""
+    """Draft tokens accepted."""
     compactions: int = 0
-    """Times that rows moved."""
+    """Number of batch compactions."""
 
     def add_drafts(self, drawn: Drawn, row: int) -> None:
-        """Count the drafts of a row."""
+        """Count the draft tokens of a row."""
         for tokens, flags in zip(drawn.tokens, drawn.flags, strict=True):
-            # Behind the first place there are flags where there was a draft.
+            # After the first place there are flags where there was a draft token.
             self.drafted_tokens += sum(flag != 0 for flag in flags[row][1:])
             self.accepted_tokens += sum(token >= 0 for token in tokens[row][1:])

@@ -1,4 +1,4 @@
-"""Choices of the scheduler: which prompts share a prefill, and who is preempted."""
+"""Policies of the scheduler: which prompts share a prefill, and preemption."""
 
 import heapq
 from collections import abc
@@ -12,11 +12,11 @@ from jaxscale.inference.engine.waiting_queue import BY_ORDER
 def choose_chunks(
     prefilling: list[Sequence], config: SchedulerConfig
 ) -> list[tuple[Sequence, int]]:
-    """Choose the prompts that are computed in a tick, and up to which token.
+    """Choose the prompt chunks of a step (chunked prefill).
 
-    The first of the line gets all that its prompt needs. If the prompt does not end in
-    this tick, a split is left for those behind, the shortest first: a long prompt then
-    holds up no short one, and gets done itself.
+    The first in the queue gets all that its prompt needs. If the prompt does not end in
+    this step, one split is left for the others, the shortest first: a long prompt then
+    blocks no short one, and still makes progress.
 
     Args:
         prefilling: Sequences in order; each lacks tokens.
@@ -58,19 +58,19 @@ def choose_yielding(
     num_running: int,
     num_slots: int,
 ) -> tuple[list[int], abc.Sequence[Sequence]] | None:
-    """Choose those of lower priority that are preempted, so that `c` can be admitted.
+    """Choose sequences of lower priority to preempt, so that `c` can be admitted.
 
     Args:
-        c: Waits, and is the next in turn.
-        running: Those that can be preempted.
-        tables: The pages.
-        num_running: Number of all that hold pages.
+        c: The next waiting sequence.
+        running: Sequences that can be preempted.
+        tables: The page tables.
+        num_running: Number of sequences with pages.
         num_slots: S.
 
     Returns:
-        The pages that `PageTables.find` found, and the fewest who have to yield, the
-        newest of the lowest priority first; None where all of them would not be enough,
-        so that none is preempted in vain.
+        The pages that `PageTables.find` found, and the minimal set to preempt, the
+        newest of the lowest priority first; None if all of them would not be enough, so
+        that none is preempted in vain.
     """
     free, level = num_running < num_slots, c.order[0]
     below = [r for r in running if r.order[0] > level]

@@ -1,4 +1,4 @@
-"""A sequence: one of the n continuations of a request, while it is in the engine."""
+"""A sequence: one of the n completions of a request, while it is in the engine."""
 
 import dataclasses
 import enum
@@ -19,16 +19,16 @@ class SequenceStatus(enum.Enum):
 class Sequence:
     """One of the n sequences of a request, while it is in the engine.
 
-    The scheduler alone changes it; others may read it on the engine's thread.
+    Only the scheduler changes it; others may read it on the engine's thread.
     """
 
     request: Request
     index: int
-    """Number among the n."""
+    """Index among the n."""
     order: tuple[int, int, int]
-    """Sort key of turns: negated priority, number of its arrival, index."""
+    """Sort key of the queue: negated priority, arrival number, index."""
     seed: int
-    """64 bits that its draws depend on, besides the position."""
+    """64-bit seed of its sampling, used with the position."""
     limit: int
     """Tokens of prompt and completion at which it ends."""
     stops: frozenset[int]
@@ -39,41 +39,41 @@ class Sequence:
     """Place of its adapter in `SchedulerConfig.adapters`, from 1 on; 0 for none."""
     state: SequenceStatus = SequenceStatus.WAITING
     slot: int | None = None
-    """Row on the device, from the end of the prompt on."""
+    """Row on the device, after the end of the prompt."""
     pages: list[int] = dataclasses.field(default_factory=list)
     """Pages, in the order of the tokens."""
     kv: int = 0
-    """Tokens in the cache, as far as the host knows."""
+    """Cached tokens, as known to the host."""
     pending: int = 0
-    """Tokens that dispatches whose results are not back yet may add to them."""
+    """Maximum tokens that pending dispatches may add."""
     due: int = 0
-    """Tokens that those add at least, unless it ends."""
+    """Minimum tokens that pending dispatches add, unless it ends."""
     placed: int = 0
-    """The tick in which it went live; results of earlier plans are not meant."""
+    """The step in which it went live; results of earlier plans do not apply."""
     known: int = 0
-    """Number of its tokens when it went live. Those behind the prompt are decoded
-    again, whatever is drawn, so that their keys and values are the same bits."""
+    """Number of its tokens when it went live. Completion tokens are then decoded again,
+    whatever is sampled, so that their keys and values are bitwise the same."""
     names: list[bytes] = dataclasses.field(default_factory=list)
-    """Names of its full pages, as far as they were needed."""
+    """Names of its full pages, as far as needed."""
     named: int = 0
-    """Number of pages that were given their names."""
+    """Number of named pages."""
     told: int = 0
-    """Number of pages that are in the table on the device."""
+    """Number of pages in the device's page table."""
     admitted: bool = False
     """True once it has held pages."""
     prompt_done: bool = False
     """True once its whole prompt was planned."""
     finish: FinishReason | None = None
-    """Reason for its end."""
+    """Finish reason."""
 
     @property
     def num_drawn(self) -> int:
-        """Tokens of the sequence, as far as the host knows."""
+        """Tokens of the sequence, as known to the host."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
     def needs_sampler(self) -> bool:
-        """True where its next token needs the full sampler."""
+        """True if its next token needs the full sampler."""
         params = self.request.params
         return params.needs_sampler or (
             params.min_tokens > 0
@@ -83,7 +83,7 @@ class Sequence:
 
     @property
     def goes_on(self) -> bool:
-        """True where its row may have tokens to draw after those on their way."""
+        """True if its row may have tokens to sample after the pending ones."""
         return (
             self.state is SequenceStatus.DECODE and self.kv + self.due < self.limit - 1
         )
@@ -92,8 +92,8 @@ class Sequence:
     def target(self) -> int:
         """Tokens that prefill puts into the cache, also after a preemption.
 
-        Prefill draws with a temperature alone. Who needs the full sampler for the first
-        token leaves the last one of the prompt to the first step of decoding.
+        Prefill samples with a temperature only. If the first token needs the full
+        sampler, the last prompt token is left to the first decode step.
         """
         params, length = self.request.params, len(self.request.prompt)
         full = params.needs_sampler or (params.min_tokens > 0 and bool(self.stops))
@@ -101,11 +101,11 @@ class Sequence:
 
     @property
     def forced(self) -> int | None:
-        """The token that the next step has to read; None for that which was drawn."""
+        """The known input token of the next step; None is the sampled one."""
         position = self.kv + self.pending
         return self.tokens[position] if position < self.known else None
 
     @property
     def replays(self) -> bool:
-        """True where the token after the next step is known already."""
+        """True if the token after the next step is known already."""
         return self.kv + self.pending < self.known - 1

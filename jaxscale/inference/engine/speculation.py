@@ -1,18 +1,18 @@
-"""Drafts: the tokens that a request is likely to draw, guessed from those it has.
+"""Speculative decoding by prompt lookup: draft tokens from the request's own tokens.
 
-The newest few tokens are looked for among the earlier ones, and what followed there is
-guessed to follow again. Code that is edited, a text that is quoted or summed up, and
-whatever repeats itself are guessed well. A step then computes the newest token and its
-drafts together, which takes about as long as one token while the batch is small.
+The newest n-gram is looked up among the earlier tokens, and what followed there is the
+draft. It works well for edited code, quoted or summarized text, and repetitions. A step
+then computes the newest token and its draft tokens together, which takes about as long
+as one token while the batch is small.
 
-The token of each place is drawn as it would be without drafts, with the noise of its
-position, and counts if all drafts before it are what was drawn. So nothing changes but
-the number of steps: where the draft has the probability p, it is what is drawn with
-this probability, and otherwise the draw follows what p leaves to the other tokens. That
-is rejection sampling with drafts that are certain.
+The token at each position is sampled as without drafts, with the noise of its position,
+and counts if all drafts before it equal the sampled tokens. So only the number of steps
+changes: a draft of probability p is sampled with this probability, otherwise another
+token by its share of the rest. That is rejection sampling with a deterministic draft
+model.
 
-Legend: B rows, C columns of a row, M tokens of the longest request, D drafts, R = 1 + D
-tokens of a step, V vocabulary.
+Legend: B rows, C columns of a row, M tokens of the longest request, D draft tokens, R =
+1 + D tokens per step, V vocabulary.
 
 References:
     Prompt lookup decoding: https://github.com/apoorvumang/prompt-lookup-decoding.
@@ -35,21 +35,21 @@ def look_up(
     shortest: int,
     longest: int,
 ) -> tuple[Int[Array, "B D"], Bool[Array, "B"]]:
-    """Guess the tokens that follow by those that followed the same n-gram before.
+    """Draft the tokens that followed the same n-gram before.
 
     Of the n-grams that end with the newest token, the longest that occurs earlier is
-    taken, where it has occurred last. If fewer than D tokens followed, what repeats
-    itself is taken to go on.
+    used, at its last occurrence. If fewer than D tokens followed, the repetition is
+    assumed to continue.
 
     Args:
-        history: Tokens of each row; those behind `last` mean nothing.
+        history: Tokens of each row; those after `last` are undefined.
         last: Position of the newest token.
-        drafts: D, how many to guess.
-        shortest: Fewest tokens of an n-gram.
-        longest: Most tokens of an n-gram.
+        drafts: D, number of draft tokens.
+        shortest: Shortest n-gram.
+        longest: Longest n-gram.
 
     Returns:
-        The guesses, and the rows that have any; the others have zeros.
+        The draft tokens, and which rows have any; the others have zeros.
 
     Example:
         >>> history, last = jnp.array([[5, 6, 7, 8, 6, 7, 0, 0]]), jnp.array([5])
@@ -58,7 +58,7 @@ def look_up(
     """
     width = history.shape[1]
     at = jnp.arange(width, dtype=jnp.int32)
-    # How many tokens before and at each place are the newest ones. [B, M]
+    # How many tokens up to each place match the newest ones. [B, M]
     run = jnp.ones(history.shape, bool)
     length = jnp.zeros(history.shape, jnp.int32)
     for back in range(longest):
@@ -83,16 +83,17 @@ def verify(
     tokens: Int[Array, "B R"],
     num_new: Int[Array, "B"],
 ) -> tuple[Int[Array, "B R"], Bool[Array, "B D"]]:
-    """Draw the token that follows each of `tokens`, and find the drafts that are right.
+    """Sample the token that follows each of `tokens`, and find the accepted drafts.
 
     Args:
-        logits: Of the token that follows each.
+        logits: Logits of the token that follows each.
         rows: The state: settings, seeds and lengths.
-        tokens: The newest of each row, then its drafts.
+        tokens: The newest token of each row, then its drafts.
         num_new: How many of them are real.
 
     Returns:
-        What was drawn, and for each draft whether it is what was drawn in its place.
+        The sampled tokens, and for each draft whether it equals the token sampled
+        there.
     """
     width = tokens.shape[1]
     at = rows[:, Column.LENGTH, None] + 1 + jnp.arange(width)

@@ -1,4 +1,4 @@
-"""Everyone who waits: new requests, and those whose turn has come before."""
+"""The waiting queue: new requests, and those that were admitted before."""
 
 import bisect
 import collections
@@ -19,21 +19,21 @@ BY_ORDER = operator.attrgetter("order")
 
 
 class Speed:
-    """Tokens of prompts a second, lately."""
+    """Recent prompt throughput, in tokens per second."""
 
     def __init__(self) -> None:
         self._rate = 0.0
         self._last: float | None = None
 
     def count(self, tokens: int, now: float) -> None:
-        """A tick computes this many."""
+        """Record the prompt tokens of a step."""
         if self._last is not None and tokens and now > self._last:
             rate = tokens / (now - self._last)
             self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
         self._last = now
 
     def retry_after(self, tokens: int) -> int:
-        """Seconds until so many are computed, at least 1."""
+        """Estimated seconds until this many tokens are computed, at least 1."""
         seconds = math.ceil(tokens / self._rate) if self._rate else 1
         return min(max(seconds, 1), _LONGEST_RETRY)
 
@@ -41,34 +41,34 @@ class Speed:
 class WaitingQueue:
     """Sequences that wait for pages and a row.
 
-    Those that were preempted, or whose request has had its turn, go before new ones of
-    their priority, by arrival.
+    Preempted sequences, and those whose request was admitted before, precede new ones
+    of their priority, by arrival.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        """Nobody waits.
+        """Start with an empty queue.
 
         Args:
-            config: How many may.
+            config: Limits of the queue.
         """
         self.speed = Speed()
-        """How fast the line moves."""
+        """Throughput of the queue."""
         self._config = config
         self._new = FairQueue[Sequence]()
         self._returning: list[Sequence] = []
         self.num_tokens = 0
-        """Tokens of the prompts of the new ones."""
+        """Prompt tokens of new sequences."""
 
     def __len__(self) -> int:
         return len(self._new) + len(self._returning)
 
     @property
     def num_new(self) -> int:
-        """Number of those that have not had a turn."""
+        """Number of sequences not admitted before."""
         return len(self._new)
 
     def check(self, request: Request) -> None:
-        """Raise `Overloaded` where a request may not join."""
+        """Raise `Overloaded` if the queue has no room for a request."""
         config, waiting, tokens = self._config, self.num_new, self.num_tokens
         full = waiting + 1 > config.max_waiting
         long = tokens + len(request.prompt) > config.max_waiting_tokens
@@ -81,16 +81,16 @@ class WaitingQueue:
             )
 
     def join(self, c: Sequence) -> None:
-        """Let a new one wait."""
+        """Add a new sequence."""
         self._new.push(c, priority=c.request.priority, client=c.request.client)
         self.num_tokens += len(c.request.prompt)
 
     def come_back(self, c: Sequence) -> None:
-        """Let one wait that has had a turn before."""
+        """Add a sequence that was admitted before."""
         bisect.insort(self._returning, c, key=BY_ORDER)
 
     def peek(self) -> Sequence | None:
-        """The next in turn, None where nobody waits."""
+        """The next sequence, None if the queue is empty."""
         new = self._new.peek()
         back = self._returning[0] if self._returning else None
         if new is None or (back is not None and back.order[0] <= new.order[0]):
@@ -98,7 +98,7 @@ class WaitingQueue:
         return new
 
     def leave(self, c: Sequence) -> None:
-        """Take one out, wherever it stands."""
+        """Remove a sequence, at any position."""
         if c in self._returning:
             self._returning.remove(c)
             return
@@ -106,7 +106,7 @@ class WaitingQueue:
         self.num_tokens -= len(c.request.prompt)
 
     def charge(self, served: Iterable[tuple[Sequence, int]]) -> None:
-        """Count tokens that the clients of sequences were served."""
+        """Count the tokens served to the clients of sequences."""
         tokens = collections.Counter[tuple[int, str]]()
         for c, count in served:
             tokens[c.request.priority, c.request.client] += count

@@ -1,1 +1,1 @@
-"""A load generator for OpenAI-compatible servers, and the loads that it sends."""
+"""A load generator for OpenAI-compatible servers, and its workloads."""

@@ -6,7 +6,8 @@ Times are measured at the client, by one monotonic clock. The definitions are th
 - TTFT: from sending a request to its first token;
 - TPOT: (latency - TTFT) / (tokens - 1), of requests of several tokens;
 - ITL: the gaps between the events of a stream;
-- goodput: requests a second that met every objective; refused and failed ones did not.
+- goodput: requests per second that met every objective; rejected and failed ones did
+  not.
 """
 
 import asyncio

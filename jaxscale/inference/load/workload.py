@@ -1,4 +1,4 @@
-"""Arrivals and lengths of the requests of a load generator, all from a seed."""
+"""Arrivals and lengths of a load generator's requests, from a seed."""
 
 import dataclasses
 import functools
@@ -10,11 +10,11 @@ import numpy as np
 
 
 SHAREGPT = (161.31, 337.99)
-"""Mean tokens of prompts and answers of ShareGPT, as the vLLM paper measured them."""
+"""Mean tokens of prompts and outputs of ShareGPT, as measured in the vLLM paper."""
 ALPACA = (19.31, 58.45)
 """The same of Alpaca."""
 GRID = ("128/128", "128/2048", "1000/1000", "2048/128", "2048/2048")
-"""The lengths of TensorRT-LLM's published figures, prompt/answer."""
+"""The lengths of TensorRT-LLM's published benchmarks, prompt/output."""
 
 _SPREAD = 1.0  # of the logarithm of a length
 _LONGEST = 1024
@@ -23,7 +23,7 @@ _FLOVER_PROMPT = 8
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Tokens of the prompts and answers of some requests."""
+    """Tokens of the prompts and outputs of requests."""
 
     prompts: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -41,9 +41,9 @@ def arrivals(
 
     Args:
         count: Number of requests.
-        rate: Requests a second; infinity sends all at once.
-        burstiness: 1 is a Poisson process, less comes in bursts, infinity is constant.
-        seed: Of the gaps.
+        rate: Requests per second; infinity sends all at once.
+        burstiness: 1 is a Poisson process, below 1 is burstier, infinity is constant.
+        seed: Random seed of the gaps.
 
     Returns:
         Seconds after the start, ascending.
@@ -81,11 +81,11 @@ def lengths(name: str, count: int, *, seed: int = 0) -> Lengths:
     Args:
         name: ``"sharegpt"`` or ``"alpaca"``: lognormal lengths with the means of the
             data sets, at most 1,024 (synthetic: the texts are not used).
-            ``"128/2048"``: prompts and answers of just these lengths, see `GRID`.
-            ``"flover"``: prompts of 8 and answers of 504 tokens; ``"flover:2048"``:
-            prompts of 8 and totals that are uniform from 128 to 2,048.
+            ``"128/2048"``: prompts and outputs of exactly these lengths, see `GRID`.
+            ``"flover"``: prompts of 8 and outputs of 504 tokens; ``"flover:2048"``:
+            prompts of 8 and totals uniform from 128 to 2,048.
         count: Number of requests.
-        seed: Of the lengths.
+        seed: Random seed of the lengths.
 
     Raises:
         ValueError: there is no such workload.
@@ -122,7 +122,7 @@ def _lognormal(rng: np.random.Generator, mean: float, count: int) -> tuple[int, 
 
 @functools.cache
 def _center(mean: float) -> float:
-    """By bisection, the center that gives the mean once lengths were cut off."""
+    """The center that gives the mean after truncation, by bisection."""
     normal = statistics.NormalDist()
     places = (np.arange(4096) + 0.5) / 4096
     quantiles = np.array([normal.inv_cdf(place) for place in places.tolist()])

@@ -1,4 +1,4 @@
-"""An HTTP server in the form of OpenAI's API, for decoders and encoders.
+"""An OpenAI-compatible HTTP server for decoders and encoders.
 
 ``jaxscale serve PATH`` starts it from the command line. It needs the extra ``serve``.
 """

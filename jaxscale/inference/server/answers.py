@@ -1,4 +1,4 @@
-"""The parts of an answer: reasoning, content and calls, while they come."""
+"""Splits generated text into reasoning, content and tool calls, while it streams."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -12,13 +12,13 @@ from jaxscale.inference.tool_parser import CallDelta, ToolCall, ToolParser, gath
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning:
-    """What a model writes for itself."""
+    """The reasoning."""
 
     text: str
 
 
 type AnswerPart = Reasoning | str | CallDelta
-"""Reasoning, content, or part of a call."""
+"""Reasoning, content, or part of a tool call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,18 +28,18 @@ class Answer:
     reasoning: str
     """Empty where there is none."""
     content: str
-    """Without reasoning and calls."""
+    """Without reasoning and tool calls."""
     calls: Sequence[ToolCall]
-    """Of tools."""
+    """Tool calls."""
     finish: str | None
-    """Reason for the end, as OpenAI names it."""
+    """Finish reason, as OpenAI names it."""
 
 
 class AnswerParser:
-    """Divides the text of one continuation."""
+    """Splits the text of one completion."""
 
     def __init__(self, conversation: Conversation) -> None:
-        """Nothing has come yet."""
+        """Start without text."""
         self._conversation = conversation
         self._reasoning = self._tools = None
         if conversation.reasoning is not None:
@@ -54,7 +54,7 @@ class AnswerParser:
             )
         self._thought = self._strip = False
         self.called = False
-        """Whether there is a call."""
+        """Whether there is a tool call."""
 
     def add(self, output: Output) -> list[AnswerPart]:
         """What is certain by now."""
@@ -74,7 +74,7 @@ class AnswerParser:
         return parts
 
     def finish(self, output: Output) -> str | None:
-        """Reason for the end, as OpenAI names it."""
+        """Finish reason, as OpenAI names it."""
         stopped = output.finish == "stop" and self.called
         return "tool_calls" if stopped else output.finish
 
@@ -105,7 +105,7 @@ class AnswerParser:
 
 
 def answer(conversation: Conversation, whole: Output) -> Answer:
-    """The parts of a complete continuation."""
+    """The parts of a finished completion."""
     parser = AnswerParser(conversation)
     parts = parser.add(whole)
     content, calls = gathered([p for p in parts if not isinstance(p, Reasoning)])

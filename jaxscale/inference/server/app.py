@@ -1,4 +1,4 @@
-"""The application: routes in the form of OpenAI's API, and those of operations."""
+"""The application: OpenAI-compatible routes, and those for operators."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -53,8 +53,8 @@ _PAGE_HEADERS = {
 def create_app(config: ServerConfig, load: Callable[[], Served]) -> FastAPI:
     """The ASGI application that serves a model.
 
-    Its lifespan loads the model on another thread; until it is there, ``/ready`` and
-    all calls answer 503. It can be run by any ASGI server;
+    Its lifespan loads the model on another thread; until that is done, ``/ready`` and
+    all requests are answered with 503. It can be run by any ASGI server;
     `jaxscale.inference.server.serve` also bounds connections and drains.
 
     Args:
@@ -119,7 +119,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _describe(app: FastAPI) -> None:
-    """Leave FastAPI's own form of errors out of the description."""
+    """Leave FastAPI's own error format out of the OpenAPI schema."""
     described = app.openapi()
     for path in described["paths"].values():
         for operation in path.values():
@@ -139,9 +139,9 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        """200 while calls are taken, 503 while loading, draining or dead.
+        """200 while requests are accepted, 503 while loading, draining or dead.
 
-        An encoder takes them before all sizes of rows are compiled, and says so.
+        An encoder accepts them before all row sizes are compiled, and says so.
         """
         is_ready = service.state == "ready"
         body: dict[str, Any] = {"status": service.state}

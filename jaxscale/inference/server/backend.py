@@ -1,4 +1,4 @@
-"""What the server needs of an engine and a model, whichever they are."""
+"""The interface of engines and models that the server uses."""
 
 import dataclasses
 import threading
@@ -23,13 +23,13 @@ class Load:
     """How busy an engine is."""
 
     waiting: int = 0
-    """Continuations that wait for pages or a row."""
+    """Sequences that wait for pages or a slot."""
     waiting_tokens: int = 0
-    """Tokens of the prompts of new requests that wait."""
+    """Prompt tokens of new requests that wait."""
     running: int = 0
-    """Continuations that hold pages."""
+    """Sequences that hold pages."""
     pages_held: int = 0
-    """Pages that somebody holds."""
+    """Pages in use."""
     pages: int = 1
     """All pages."""
     counts: Counts = dataclasses.field(default_factory=Counts)
@@ -37,7 +37,7 @@ class Load:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the pages that somebody holds, 0 to 1."""
+        """Share of the pages in use, 0 to 1."""
         return self.pages_held / self.pages
 
 
@@ -56,7 +56,7 @@ class Backend(Protocol):
         ...
 
     def generate(self, request: Request) -> AsyncIterator[Output]:
-        """What the request brings; closing the iterator aborts it.
+        """The request's outputs; closing the iterator aborts it.
 
         Its deadline is by `time.monotonic`.
         """
@@ -99,7 +99,7 @@ class EngineBackend:
         return self._engine.error
 
     def generate(self, request: Request) -> AsyncIterator[Output]:
-        """What the request brings; closing the iterator aborts it."""
+        """The request's outputs; closing the iterator aborts it."""
         return self._async.generate(request)
 
     def load(self) -> Load:
@@ -137,13 +137,13 @@ class TextModel:
     """A decoder that is served."""
 
     name: str
-    """Name that calls give."""
+    """Model name in requests."""
     backend: Backend
     """Its engine."""
     tokenizer: Tokenizer
-    """Encodes prompts."""
+    """Tokenizes prompts."""
     chat: ChatTemplate | None = None
-    """Lays out conversations; None where the model has no template."""
+    """The chat template; None where the model has none."""
     aliases: Sequence[str] = ()
     """Other names that calls may give."""
     adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -151,11 +151,11 @@ class TextModel:
     parent: str | None = None
     """Name of the model whose adapter has the name of this one; None: it is none."""
     tool_format: ToolFormat | None = None
-    """How it writes calls of tools; None where that is not known."""
+    """Format of its tool calls; None where that is not known."""
     reasoning_format: ReasoningFormat | None = None
-    """How it writes what it reasons; None leaves that in the text."""
+    """Format of its reasoning; None leaves that in the text."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings of `SamplingParams` where a call says nothing."""
+    """Defaults of `SamplingParams` for what a request leaves out."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     """When it was loaded, in seconds since 1970."""
     _texts: dict[int, str] = dataclasses.field(default_factory=dict, repr=False)
@@ -187,7 +187,7 @@ class TextModel:
         return TextBound(tokenizer=self.tokenizer, most=most, **left)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a prompt, behind the token that begins texts."""
+        """The token ids of a prompt, after the BOS token."""
         tokenizer = self.tokenizer
         return tokenizer.encode(text, add_bos=add_special_tokens and tokenizer.adds_bos)
 

@@ -1,4 +1,4 @@
-"""What calls have in common: who makes them, and how much they may ask for."""
+"""What requests have in common: their client, and limits on what they ask for."""
 
 import asyncio
 import collections
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 IGNORED_HEADER = "x-jaxscale-ignored"
-"""Header of an answer that names what of its call changed nothing."""
+"""Response header that names the ignored parameters of the request."""
 
 _LOG = logging.getLogger(__name__)
 LONG = 2**16  # bytes of a body that is tokenized at once, as most are
@@ -83,12 +83,12 @@ class LongTexts:
 
 @dataclasses.dataclass(kw_only=True)
 class Caller:
-    """Who makes a call."""
+    """The client of an HTTP request."""
 
     name: str
-    """Stands for the key that was shown, or for the address."""
+    """Stands for its API key, or for its address."""
     request_id: str
-    """Names the call in logs and in its answer."""
+    """Request id in logs and in the response."""
     config: ServerConfig
     """Settings."""
     metrics: Metrics
@@ -147,16 +147,16 @@ class Caller:
 async def prepared[**P, T](
     caller: Caller, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """What `function` makes of a call, on another thread.
+    """The result of `function` on a request, computed on another thread.
 
     Args:
-        caller: Who makes the call; is told if this is canceled.
+        caller: The client; is told if this is canceled.
         function: Prepares it.
         *args: Of the function.
         **kwargs: Of the function.
 
     Raises:
-        InvalidRequest: the call is to blame.
+        InvalidRequest: the request is invalid.
         Overloaded: too many long texts of the caller wait.
     """
     run = functools.partial(function, *args, **kwargs)
@@ -178,8 +178,8 @@ def most_bytes(model: TextModel | None, config: ServerConfig) -> int:
 
     Reading and parsing take the loop's time, so no body is read that is too long for
     the model whatever it holds: there is room for a prompt of its longest tokens with
-    every character escaped, for as many prompts of usual tokens as a call may have, and
-    for what else a call may say.
+    every character escaped, for as many prompts of usual tokens as a request may have,
+    and for its other fields.
 
     Args:
         model: The decoder, once it is there.
@@ -207,7 +207,7 @@ def check_length(count: int, most: int) -> None:
 
 
 def check_choices(prompts: int, n: int, config: ServerConfig) -> None:
-    """Raise where a call has too many prompts or continuations."""
+    """Raise where a request has too many prompts or completions."""
     if prompts > config.max_prompts:
         raise InvalidRequest(
             f"the call has {prompts} prompts, at most {config.max_prompts} are taken; "
@@ -221,12 +221,12 @@ def check_choices(prompts: int, n: int, config: ServerConfig) -> None:
 
 
 def noted[R: Response](response: R, ignored: Sequence[str], caller: Caller) -> R:
-    """An answer that says, in a header, what it has left aside.
+    """A response with a header that names what was ignored.
 
     Args:
         response: The answer.
         ignored: Parameters, and keywords of schemas.
-        caller: Who makes the call.
+        caller: The client.
     """
     if ignored:
         names = ", ".join(dict.fromkeys(re.sub(r"[^!-+.-~]", "?", n) for n in ignored))

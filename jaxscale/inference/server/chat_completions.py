@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: conversations to answers, and calls of tools."""
+"""``/v1/chat/completions``: conversations to answers, and tool calls."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from jaxscale.inference.tool_parser import CallDelta, ToolCall
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call, ready to be run."""
+    """A request, ready to be run."""
 
     body: Chat
     conversation: Conversation
@@ -54,10 +54,10 @@ class _Call:
 async def chat(
     body: Chat, model: TextModel, caller: Caller, receive: Receive
 ) -> Response:
-    """Answer a call.
+    """Answer a request.
 
     Raises:
-        ValueError: it asks for what there is not.
+        ValueError: the request is invalid.
     """
     made = await attended(receive, prepared(caller, prepare, body, model, caller))
     call = _Call(body=body, conversation=made)
@@ -82,7 +82,7 @@ async def render(
     """The token ids of a conversation, which is not answered.
 
     Raises:
-        ValueError: it asks for what there is not.
+        ValueError: the request is invalid.
     """
     made = await attended(receive, prepared(caller, prepare, body, model, caller))
     return JSONResponse(rendered(made.request, model))
@@ -135,7 +135,7 @@ async def _events(call: _Call, caller: Caller) -> AsyncGenerator[dict[str, Any]]
 
 
 class _Part:
-    """One continuation, as a stream sends it."""
+    """One completion, as a stream sends it."""
 
     def __init__(self, call: _Call, index: int) -> None:
         self._call, self._index = call, index
@@ -181,7 +181,7 @@ class _Part:
 
 
 def _delta(part: CallDelta) -> dict[str, Any]:
-    """Part of a call: its name first, then its arguments as they come."""
+    """Part of a tool call: its name first, then its arguments as they come."""
     if part.name is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}

@@ -28,7 +28,7 @@ from jaxscale.inference.server.stream import attended, event_stream
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call, ready to be run."""
+    """A request, ready to be run."""
 
     model: TextModel
     requests: list[Request]
@@ -47,7 +47,7 @@ class _Call:
         return self.echo and self.requests[0].params.logprobs is not None
 
     def logprobs(self, number: int) -> CompletionLogprobs:
-        """What lists the log-probabilities of a continuation of a prompt."""
+        """What lists the log-probabilities of a completion of a prompt."""
         return CompletionLogprobs(
             self.model,
             self.requests[number],
@@ -66,10 +66,10 @@ class _Call:
 async def complete(
     body: Completion, model: TextModel, caller: Caller, receive: Receive
 ) -> Response:
-    """Answer a call.
+    """Answer a request.
 
     Raises:
-        ValueError: it asks for what there is not.
+        ValueError: the request is invalid.
     """
     prepare = prepared(caller, _prepare, body, model, caller)
     call = await attended(receive, prepare)
@@ -90,10 +90,10 @@ async def complete(
 async def render(
     body: Completion, model: TextModel, caller: Caller, receive: Receive
 ) -> Response:
-    """The token ids of the prompts of a call, which is not run.
+    """The token ids of the prompts of a request, which is not run.
 
     Raises:
-        ValueError: it asks for what there is not.
+        ValueError: the request is invalid.
     """
     prepare = prepared(caller, _prepare, body, model, caller)
     call = await attended(receive, prepare)
@@ -101,7 +101,7 @@ async def render(
 
 
 def _prepare(body: Completion, model: TextModel, caller: Caller) -> _Call:
-    """Check and encode; large prompts take a while."""
+    """Check and tokenize; large prompts take a while."""
     _check(body)
     echo = bool(body.echo)
     scored = body.logprobs if echo else None
@@ -194,7 +194,7 @@ def _choice(
     whole: Output,
     scores: Sequence[TokenLogprobs | None],
 ) -> dict[str, Any]:
-    """One continuation, complete."""
+    """One finished completion."""
     request = call.requests[number]
     before = call.texts[number] if call.echo else ""
     logprobs = None
@@ -243,7 +243,7 @@ async def _events(call: _Call, caller: Caller) -> AsyncGenerator[dict[str, Any]]
 
 
 class _Part:
-    """The continuations of one prompt, as a stream sends them."""
+    """The completions of one prompt, as a stream sends them."""
 
     def __init__(self, call: _Call, number: int) -> None:
         self._call, self._number = call, number

@@ -8,7 +8,7 @@ from jaxscale.checks import check_integers, check_positive
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Who may call the server, and how much a call may ask for.
+    """Access to the server, and limits on requests.
 
     Example:
         >>> ServerConfig(max_prompts=0)
@@ -18,49 +18,47 @@ class ServerConfig:
     """
 
     api_keys: tuple[str, ...] = ()
-    """Keys of which a call must show one as ``Authorization: Bearer KEY``; none lets
-    everyone in. Clients with different keys get equal shares of the engine."""
+    """API keys; requests must send one as ``Authorization: Bearer KEY``. Empty accepts
+    every request. Clients with different keys get equal shares of the engine."""
     allowed_hosts: tuple[str, ...] | None = None
-    """Names by which calls may ask for the server, in their ``Host``; ``"*"`` is any.
-    None is this machine's own where it listens at loopback alone, so that no page of
-    another site reaches it by a name that was made to mean this machine; else any."""
+    """Accepted values of the ``Host`` header, ``"*"`` for any. None is the names of
+    this machine if the server listens on loopback alone, against DNS rebinding,
+    otherwise any."""
     allowed_origins: tuple[str, ...] = ()
-    """Sites whose pages may call from a browser (CORS), as ``https://a.example``;
-    ``"*"`` is any."""
+    """Origins that may send requests from a browser (CORS), as ``https://a.example``;
+    ``"*"`` for any."""
     isolate_clients: bool = False
-    """Let clients find only their own prompts in the cache, so that none learns from
-    the clock what others have asked; beginnings that they share are computed again."""
+    """Share the prefix cache only among requests with the same API key, so that
+    response times tell nobody what others have asked."""
     allow_priority: bool = False
-    """Let calls choose their priority; otherwise any but 0 is refused."""
+    """Let requests choose their priority; otherwise any but 0 is refused."""
     max_body_bytes: int = 16 * 2**20
-    """Most bytes of the body of a call."""
+    """Maximum size of a request body, in bytes."""
     max_prompts: int = 256
-    """Most prompts of one call, or texts to score."""
+    """Maximum number of prompts, or of texts to score, per request."""
     max_inputs: int = 2048
-    """Most texts of one call to embed."""
+    """Maximum number of texts to embed per request."""
     strict_schemas: bool = False
-    """Refuse schemas of which something cannot be enforced; otherwise that is left
-    aside, and the answer says so in ``x-jaxscale-ignored``."""
+    """Refuse JSON schemas that cannot be enforced in full; otherwise the rest is
+    ignored, and the response lists it in ``x-jaxscale-ignored``."""
     max_choices: int = 512
-    """Most continuations of one call: prompts times n."""
+    """Maximum number of completions per request: prompts times n."""
     header_seconds: float = 20.0
-    """Time in which the head of a call must be here."""
+    """Timeout for receiving the headers of a request."""
     body_seconds: float = 60.0
-    """Time in which its body must be here."""
+    """Timeout for receiving its body."""
     stall_seconds: float = 60.0
-    """Time after which a client is given up that does not read what it is sent."""
+    """Time after which a client that does not read its response is disconnected."""
     heartbeat_seconds: float = 15.0
-    """Time after which a stream without news gets a comment, so that gateways keep it
-    open."""
+    """Time after which an idle stream gets a comment, so that gateways keep it open."""
     drain_seconds: float = 60.0
-    """Time that running calls have to end after SIGTERM."""
+    """Time that running requests have to finish after SIGTERM."""
     tls_certificate: str | None = None
-    """A file with a certificate and those that vouch for it (PEM): calls come by
-    https."""
+    """File with the certificate chain (PEM); the server then speaks HTTPS."""
     tls_key: str | None = None
-    """A file with its key; None: it is in the same file."""
+    """File with the private key of the certificate; None: it is in the same file."""
     max_connections: int = 4096
-    """Most open connections; more are answered with 503."""
+    """Maximum number of open connections; more are answered with 503."""
 
     def __post_init__(self) -> None:
         counts = ("max_body_bytes", "max_prompts", "max_choices", "max_connections")

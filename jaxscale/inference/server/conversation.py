@@ -1,4 +1,4 @@
-"""Conversations as requests: what all calls about them have in common."""
+"""Conversations as requests to the engine: the part that all chat routes share."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -31,21 +31,21 @@ class Conversation:
     model: TextModel
     request: Request
     format: ToolFormat | None
-    """How calls of tools are found in the text; None where there are none."""
+    """Format of tool calls in the text; None where there are none."""
     reasoning: ReasoningFormat | None
-    """How the reasoning is found in it; None where it is not looked for."""
+    """Format of the reasoning in it; None where it is not parsed."""
     schemas: Mapping[str, Any]
-    """Schemas of the arguments that a call may have, by the name of the function."""
+    """JSON schemas of the arguments of tool calls, by the name of the function."""
     forced: bool
-    """Whether the text is one call."""
+    """Whether the text is one tool call."""
     one_tool: bool
-    """Whether only the first call counts."""
+    """Whether only the first tool call counts."""
     hides_reasoning: bool
     """Whether the reasoning is left out of the answer."""
     prompt_end: str
     """Text of the last tokens of the prompt, or of the message that goes on."""
     ignored: Sequence[str]
-    """What the call asks for and does not get."""
+    """What was requested and is ignored."""
 
 
 def template(model: TextModel) -> ChatTemplate:
@@ -68,10 +68,10 @@ def dumped(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def prepare(body: Chat, model: TextModel, caller: Caller) -> Conversation:
-    """Check and lay out; templates and large prompts take a while.
+    """Check and render; templates and large prompts take a while.
 
     Raises:
-        ValueError: it asks for what there is not.
+        ValueError: the request is invalid.
     """
     body.check_stream()
     template(model)  # where there is none, nothing else matters

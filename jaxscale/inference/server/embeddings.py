@@ -22,7 +22,7 @@ async def embed(
     """Answer ``/v1/embeddings``.
 
     Raises:
-        InvalidRequest: it asks for what there is not.
+        InvalidRequest: the request is invalid.
     """
     width = model.encoder.model.config.d_model
     if body.dimensions is not None and not 1 <= body.dimensions <= width:

@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's API."""
+"""Errors in OpenAI's format."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ _MOST_CHARACTERS = 1000
 
 
 class ApiError(HTTPException):
-    """A call that fails, with what its client is told."""
+    """A request that fails, with the error for its client."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ApiError(HTTPException):
 
 
 def api_error(error: BaseException) -> ApiError:
-    """What a client is told of an error of the engine or of a request.
+    """The response to an error of the engine or of a request.
 
     Example:
         >>> api_error(InvalidRequest("top_p 2 must be at most 1")).status_code
@@ -103,7 +103,7 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def check_outcome(output: Output) -> None:
-    """Raise where a continuation has ended without what was asked for.
+    """Raise where a sequence has ended without its completion.
 
     Raises:
         ApiError: it failed, was given up, or its time is over.
@@ -117,7 +117,7 @@ def check_outcome(output: Output) -> None:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What a client is told of a body that does not have the form of the call.
+    """The response to a body that does not fit the schema of the request.
 
     Args:
         errors: As pydantic lists them.

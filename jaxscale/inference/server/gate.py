@@ -1,4 +1,4 @@
-"""What every call passes first: keys, sizes, times, and counting."""
+"""The middleware of every request: API keys, sizes, timeouts and metrics."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ _GONE = 499  # as nginx calls a client that has left
 
 
 class Gate:
-    """Middleware around all calls; it looks at a body only as far as its length."""
+    """Middleware around all requests; of a body it reads the length alone."""
 
     def __init__(
         self, app: ASGIApp, service: Service, paths: Mapping[str, frozenset[str]]
@@ -35,7 +35,7 @@ class Gate:
 
         Args:
             app: What comes after.
-            service: Knows the keys, and is told how many calls there are.
+            service: Knows the API keys, and counts active requests.
             paths: Methods of known paths; other paths are counted as one.
         """
         self._app, self._service, self._paths = app, service, paths
@@ -43,7 +43,7 @@ class Gate:
         self._hosts = None if "*" in hosts else frozenset(map(str.lower, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a call through, or answer it."""
+        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -77,7 +77,7 @@ class Gate:
             service.metrics.answered(path if path in self._paths else "other", status)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have a call answered by the application.
+        """Have a request answered by the application.
 
         Raises:
             ApiError: it is refused before.
@@ -110,18 +110,18 @@ class Gate:
 
 
 def _request_id(scope: Scope) -> str:
-    """The name that the client has given the call, or a new one."""
+    """The request id that the client has sent, or a new one."""
     given = Headers(scope=scope).get("x-request-id", "")
     return given if re.fullmatch(r"[!-~]{1,128}", given) else uuid.uuid4().hex
 
 
 def _host(scope: Scope) -> str:
-    """The name that the call has for the server, without a port."""
+    """The ``Host`` header of the request, without a port."""
     return re.sub(r":\d*$", "", Headers(scope=scope).get("host", "")).lower()
 
 
 def _without_body(send: Send) -> Send:
-    """`send` for the head of an answer alone."""
+    """`send` for the headers of a response alone."""
 
     async def head(message: Message) -> None:
         if message["type"] == "http.response.body":
@@ -132,10 +132,10 @@ def _without_body(send: Send) -> Send:
 
 
 def _limited(scope: Scope, receive: Receive, caller: Caller, most: int) -> Receive:
-    """`receive` for a body of bounded length that is here in time.
+    """`receive` for a body of bounded length, with a timeout.
 
     Raises:
-        ApiError: the call says itself that it is too long; `receive` raises it later.
+        ApiError: its Content-Length is too long; otherwise `receive` raises it later.
     """
     config = caller.config
     too_long = ApiError(

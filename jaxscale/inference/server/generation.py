@@ -1,4 +1,4 @@
-"""Requests of one call: run together, measured, and collected."""
+"""Engine requests of one HTTP request: run together, measured, and collected."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ _BUFFERED = 16
 async def _measured(
     backend: Backend, number: int, request: Request, metrics: Metrics
 ) -> AsyncGenerator[tuple[int, Output]]:
-    """What a request brings, with its number, while the times are measured.
+    """The outputs of a request, with its number; measures its latencies.
 
     Raises:
         ApiError: the request has failed.
@@ -48,7 +48,7 @@ async def _measured(
 def merged(
     backend: Backend, requests: Sequence[Request], metrics: Metrics
 ) -> AsyncGenerator[tuple[int, Output]]:
-    """What several requests bring, each with its number, as it comes.
+    """The outputs of several requests, each with its number, as they come.
 
     A consumer that is slow holds back what is read from the engine, not the engine.
     Closing the iterator aborts all of them, and so does the failure of one.
@@ -68,7 +68,7 @@ def merged(
 async def _together(
     runs: Sequence[AsyncGenerator[tuple[int, Output]]],
 ) -> AsyncGenerator[tuple[int, Output]]:
-    """What all of the runs bring."""
+    """The outputs of all requests."""
     news: asyncio.Queue[Any] = asyncio.Queue(_BUFFERED)
 
     async def pump(run: AsyncGenerator[tuple[int, Output]]) -> None:
@@ -99,7 +99,7 @@ async def _together(
 
 @dataclasses.dataclass
 class Usage:
-    """Numbers of tokens of a call."""
+    """Token usage of a request."""
 
     prompt: int
     completion: int = 0

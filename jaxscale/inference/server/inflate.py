@@ -26,10 +26,10 @@ class Inflate:
         self._app, self._most = app, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a call through.
+        """Pass a request on.
 
         Raises:
-            ApiError: its body comes in a form that is not known.
+            ApiError: the content encoding is unknown.
         """
         coding = ""
         if scope["type"] == "http":

@@ -34,7 +34,7 @@ _PREFILL, _DECODE = 0, 1
 
 
 class _Lane:
-    """A place in the batch, while a continuation has it."""
+    """A slot of the batch, while a sequence has it."""
 
     __slots__ = ("color", "kind", "number", "since")
 
@@ -45,7 +45,7 @@ class _Lane:
 class Recorder:
     """Draws up, ten times a second, what has happened in the batch.
 
-    A continuation has the lowest free place from its admission until it ends or is
+    A sequence has the lowest free slot from its admission until it ends or is
     preempted. Its time there is cut into segments: the prompt, then the tokens. Frames
     of the last minute are kept for pages that are opened late.
 
@@ -67,7 +67,7 @@ class Recorder:
 
         Args:
             load: Says how busy the engine is.
-            num_slots: Places in the batch.
+            num_slots: Slots of the batch.
             clock: Seconds.
         """
         self._load, self._num_slots, self._clock = load, num_slots, clock
@@ -96,7 +96,7 @@ class Recorder:
     # On the engine's thread.
 
     def observe(self, event: SchedulerEvent) -> None:
-        """Take note of what has happened to a continuation."""
+        """Record an event of a sequence."""
         c, now = event.sequence, self._now()
         with self._lock:
             if event.kind == "admitted":
@@ -107,7 +107,7 @@ class Recorder:
                     self._marks.append([lane.number, now])
 
     def tick(self) -> None:
-        """Take note of the end of a tick of the engine."""
+        """Record the end of an engine step."""
         now = self._now()
         with self._lock:
             done = [c for c in self._prompts if c.state is not SequenceStatus.PREFILL]
@@ -143,7 +143,7 @@ class Recorder:
     # On any thread.
 
     def measure(self, name: str, seconds: float) -> None:
-        """Take note of a time, of those that `Metrics` measures."""
+        """Record a time, of those that `Metrics` measures."""
         now = self._now()
         with self._lock:
             times = self._times.setdefault(name, collections.deque(maxlen=_MOST_TIMES))
@@ -241,7 +241,7 @@ class Recorder:
         return [value for _, value in values]
 
     def _rate(self, tokens: int, now: float) -> float:
-        """Tokens a second, over the window."""
+        """Tokens per second, over the window."""
         self._drawn.append((now, tokens))
         while self._drawn[0][0] < now - _WINDOW:
             self._drawn.popleft()

@@ -44,11 +44,10 @@ class ChatOptions:
     template: str | None = None
     """Jinja template to use instead of the model's."""
     tool_format: ToolFormat | Literal["auto"] = "auto"
-    """Format of the calls of tools in answers; ``"auto"`` takes that which the template
-    shows."""
+    """Format of tool calls in the output; ``"auto"`` detects it from the template."""
     reasoning_format: ReasoningFormat | Literal["auto", "none"] = "auto"
-    """Format of the reasoning in answers; ``"auto"`` takes that which the template
-    knows, ``"none"`` leaves it in the text."""
+    """Format of the reasoning in the output; ``"auto"`` detects it from the template,
+    ``"none"`` leaves it in the text."""
 
     def __post_init__(self) -> None:
         if self.tool_format != "auto":
@@ -57,22 +56,22 @@ class ChatOptions:
             check_choice("reasoning_format", self.reasoning_format, ReasoningFormat)
 
     def tools(self, template: ChatTemplate | None) -> ToolFormat | None:
-        """The format of calls, None where the template shows none."""
+        """The format of tool calls, None where the template shows none."""
         if self.tool_format != "auto":
             return self.tool_format
         return None if template is None else template.tool_format
 
     def thoughts(self, template: ChatTemplate | None) -> ReasoningFormat | None:
-        """The format of reasoning, None where it is not looked for."""
+        """The format of reasoning, None where it is not parsed."""
         if self.reasoning_format == "auto":
             return None if template is None else template.reasoning_format
         return None if self.reasoning_format == "none" else self.reasoning_format
 
 
 def defaults_of(config: GenerationConfig) -> dict[str, Any]:
-    """Settings of `SamplingParams` that the authors of a model advise.
+    """Settings of `SamplingParams` that the authors of a model recommend.
 
-    They are those that vLLM takes: of a file that says nothing of drawing, none.
+    They are those that vLLM takes: none if the file does not mention sampling.
 
     Example:
         >>> defaults_of(GenerationConfig(temperature=0.6, other={"max_new_tokens": 9}))
@@ -108,12 +107,12 @@ def served(
     Args:
         path: A Hugging Face directory or that of a run, of a decoder or of an encoder,
             which embeds and scores texts.
-        name: Name that calls give; None is that of the directory.
+        name: Model name in requests; None is that of the directory.
         engine: Sizes of the engine.
         chat: How conversations are laid out and answered.
-        aliases: Other names that calls may give.
-        sampling_defaults: Draw as ``generation_config.json`` says where a call says
-            nothing.
+        aliases: Other model names that requests may use.
+        sampling_defaults: Take settings that a request leaves out from
+            ``generation_config.json``.
         mesh: Devices to split the model over, with `rules`.
         rules: Mesh axes that split it.
         dtype: Type of the computation; by default that of the file.
@@ -222,7 +221,7 @@ def text_model(
     Args:
         model: The decoder.
         tokenizer: Of the model.
-        name: Name that calls give.
+        name: Model name in requests.
         engine: Sizes of the engine.
         chat: How conversations are laid out and answered.
         aliases: Other names that calls may give.

@@ -1,4 +1,4 @@
-"""Log-probabilities, as conversations and completions list them."""
+"""Log-probabilities, in the formats of chat completions and completions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from jaxscale.inference.text import Detokenizer
 def chat_logprobs(
     conversation: Conversation, items: Sequence[TokenLogprobs]
 ) -> Mapping[str, list[dict[str, Any]]] | None:
-    """Tokens with their log-probabilities, as conversations list them."""
+    """Tokens with their log-probabilities, in the format of chat completions."""
     if conversation.request.params.logprobs is None:
         return None
     model = conversation.model
@@ -36,7 +36,7 @@ def chat_logprobs(
 
 
 class CompletionLogprobs:
-    """The log-probabilities of one continuation, as completions list them."""
+    """The log-probabilities of one completion, in the format of completions."""
 
     def __init__(
         self, model: TextModel, request: Request, *, echo: str | None, special: bool
@@ -46,7 +46,7 @@ class CompletionLogprobs:
         Args:
             model: Knows the texts of tokens.
             request: Whose.
-            echo: The prompt as it is repeated before the continuation, if it is.
+            echo: The prompt as it is repeated before the completion, if it is.
             special: Whether control tokens of the prompt are part of that.
         """
         self._model, self._echo = model, echo or ""
@@ -68,7 +68,7 @@ class CompletionLogprobs:
 
         Args:
             prompt: Tokens of the prompt; an id where nothing is known of one.
-            items: Tokens of the continuation.
+            items: Tokens of the completion.
             most: Characters of the text, prompt included: what a stop string has cut
                 off has no place in it.
         """

@@ -1,4 +1,4 @@
-"""``/v1/messages``: conversations in the form of Anthropic's API."""
+"""``/v1/messages``: conversations in the format of Anthropic's API."""
 
 import contextlib
 import json
@@ -29,10 +29,10 @@ _DELTAS = {
 async def answer_messages(
     body: Messages, model: TextModel, caller: Caller, receive: Receive
 ) -> Response:
-    """Answer a call.
+    """Answer a request.
 
     Raises:
-        ValueError: it asks for what there is not.
+        ValueError: the request is invalid.
     """
     if body.max_tokens is None:
         raise InvalidRequest("max_tokens: Field required")
@@ -54,7 +54,7 @@ async def count_tokens(
     """The tokens of a conversation, which is not answered.
 
     Raises:
-        ValueError: it asks for what there is not.
+        ValueError: the request is invalid.
     """
     conversation = await attended(receive, _prepared(body, model, caller))
     return JSONResponse({"input_tokens": len(conversation.request.prompt)})
@@ -129,7 +129,7 @@ def _block(block: Block, *, empty: bool = False) -> dict[str, Any]:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """The arguments of a call; those that are no object stay as they are, as text."""
+    """The arguments of a tool call; those that are no object stay as text."""
     try:
         found = json.loads(text)
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()

@@ -1,4 +1,4 @@
-"""What Prometheus reads: how busy the engine is, and how long clients wait."""
+"""Metrics for Prometheus: the load of the engine, and latencies."""
 
 import bisect
 import itertools
@@ -101,27 +101,27 @@ class Metrics:
         self._registry.register(_LoadCollector(load, generates))
 
     def first_token(self, seconds: float) -> None:
-        """A continuation has its first token, so long after its request."""
+        """Record the time from a request to its first token."""
         self._measure("ttft", seconds)
 
     def gaps(self, seconds: float, count: int) -> None:
-        """A continuation has `count` more tokens, so long after each other."""
+        """Record `count` more tokens of a sequence, and the time between them."""
         self._measure("gap", seconds, count)
 
     def queued(self, seconds: float) -> None:
-        """A call of an encoder is computed, so long after it came."""
+        """Record the time from an encoder's request to its computation."""
         self._measure("queue", seconds)
 
     def finished(self, seconds: float) -> None:
-        """A request is complete, so long after it came."""
+        """Record the time from a request to its end."""
         self._measure("request", seconds)
 
     def step(self, seconds: float) -> None:
-        """The engine has gone round its loop."""
+        """Record an engine step."""
         self._measure("step", seconds)
 
     def answered(self, path: str, status: int) -> None:
-        """A call has ended."""
+        """Count a finished HTTP request."""
         self._calls.labels(path, str(status)).inc()
 
     def text(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Conversations of ``/v1/responses``, so that later calls can go on from them."""
+"""Conversations of ``/v1/responses``, so that later requests can continue them."""
 
 import collections
 import json

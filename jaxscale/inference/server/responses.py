@@ -33,10 +33,10 @@ async def respond(
     receive: Receive,
     store: ResponseStore,
 ) -> Response:
-    """Answer a call.
+    """Answer a request.
 
     Raises:
-        ValueError: it asks for what there is not.
+        ValueError: the request is invalid.
     """
     before = _before(body, caller, store)
     chat = await attended(receive, prepared(caller, body.chat, before))
@@ -66,7 +66,7 @@ async def respond(
 def _before(
     body: Responses, caller: Caller, store: ResponseStore
 ) -> list[dict[str, Any]]:
-    """The conversation that the call goes on."""
+    """The conversation that the request continues."""
     if body.previous_response_id is None:
         return []
     found = store.get(body.previous_response_id, caller.name)

@@ -1,4 +1,4 @@
-"""Runs the application on a socket until a signal, and lets what runs end."""
+"""Runs the application on a socket until a signal, then drains running requests."""
 
 import asyncio
 import contextlib
@@ -74,7 +74,7 @@ def make_server(
     Args:
         load: Loads the model, while the server already answers.
         config: Settings.
-        access_log: Write a line for each call.
+        access_log: Log one line per request.
     """
     app = create_app(config, load)
     settings = uvicorn.Config(
@@ -111,7 +111,7 @@ def serve(
         config: Settings.
         host: Address to listen at.
         port: Port to listen at.
-        access_log: Write a line for each call.
+        access_log: Log one line per request.
         on_bound: Called with the port once it is listened at.
 
     Returns:
@@ -172,7 +172,7 @@ def _named(config: ServerConfig, host: str) -> ServerConfig:
 
 
 def _bounded(seconds: float) -> type[asyncio.Protocol]:
-    """HTTP of which the head of a call must be here in time."""
+    """HTTP with a timeout for the headers of a request."""
 
     class Bounded(H11Protocol):
         _timer: asyncio.TimerHandle | None = None

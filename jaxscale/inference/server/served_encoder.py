@@ -1,4 +1,4 @@
-"""An encoder that is served: calls that wait are computed together."""
+"""An encoder that is served: waiting requests are batched."""
 
 import asyncio
 import collections
@@ -27,7 +27,7 @@ _MOST_WAITING = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Job:
-    """Texts of one call."""
+    """Texts of one request."""
 
     kind: Literal["encode", "predict"]
     texts: Sequence[Text]
@@ -38,7 +38,7 @@ class _Job:
 
 
 class ServedEncoder:
-    """An encoder that is served: calls that wait are computed together."""
+    """An encoder that is served: waiting requests are batched."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class ServedEncoder:
         aliases: Sequence[str] = (),
         token_budget: int = 4096,
     ) -> None:
-        """Compile for one text, so that the first call waits less.
+        """Compile for one text, so that the first request waits less.
 
         Args:
             encoder: The encoder.
-            name: Name that calls give.
-            aliases: Other names that they may give.
+            name: Model name in requests.
+            aliases: Other model names that they may use.
             token_budget: Most tokens of a row.
         """
         self.name, self.aliases, self.encoder = name, tuple(aliases), encoder
@@ -128,7 +128,7 @@ class ServedEncoder:
         """Embeddings, or logits, of texts that were checked, and their tokens counted.
 
         Raises:
-            Overloaded: too many calls wait.
+            Overloaded: too many requests wait.
         """
         start, loop = time.monotonic(), asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""The state of a server: what it serves, who may call, and when it ends."""
+"""The state of a server: its model, its clients, and its shutdown."""
 
 import asyncio
 import concurrent.futures
@@ -47,13 +47,13 @@ class Service:
         """Why the model could not be loaded."""
         self.draining = False
         self.active = 0
-        """Calls that are being answered."""
+        """Requests that are being answered."""
         self.texts = LongTexts(longest_waiting(config))
         self._keys = [_digest(key) for key in config.api_keys]
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Load the model while calls are already answered; close it in the end."""
+        """Load the model while requests are already answered; close it in the end."""
         self.texts = LongTexts(longest_waiting(self.config))
         tasks = [asyncio.create_task(self._start())]
         try:
@@ -119,10 +119,10 @@ class Service:
         return "loading" if self.model is None else "ready"
 
     def served(self, name: str | None = None) -> Served:
-        """The model, if it can be called.
+        """The model, if it can serve requests.
 
         Args:
-            name: Name that the call gives.
+            name: Model name in the request.
 
         Raises:
             ApiError: it is not loaded, or goes by another name.
@@ -163,10 +163,10 @@ class Service:
         return model
 
     def caller(self, scope: Scope, *, public: bool) -> Caller:
-        """Who makes a call.
+        """The client of a request.
 
         Args:
-            scope: Of the call.
+            scope: Of the request.
             public: Whether no key is needed.
 
         Raises:

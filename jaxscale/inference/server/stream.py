@@ -1,4 +1,4 @@
-"""Answers that end when their client leaves: plain ones, and streams of events."""
+"""Responses that end when their client disconnects: plain ones, and event streams."""
 
 import asyncio
 import json
@@ -19,13 +19,13 @@ _ENCODE = json.JSONEncoder(
 ).encode
 _DONE = b"data: [DONE]\n\n"
 _HEARTBEAT = b": still here\n\n"
-# A call that is refused is refused at once; one that waits for its turn gets its
+# A request that is refused is refused at once; one that waits in the queue gets its
 # headers now, and its first token later.
 _ADMISSION_SECONDS = 1.0
 
 
 class ClientGone(Exception):
-    """The client has left; nobody reads an answer."""
+    """The client has disconnected; nobody reads an answer."""
 
 
 def event(data: Any) -> bytes:
@@ -39,14 +39,14 @@ def event(data: Any) -> bytes:
 
 
 async def attended[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is canceled when the client leaves.
+    """The result of `work`, which is canceled when the client disconnects.
 
     Args:
-        receive: Of the call, whose body has been read.
+        receive: Of the request, whose body has been read.
         work: To be done.
 
     Raises:
-        ClientGone: the client has left first.
+        ClientGone: the client has disconnected first.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
@@ -79,7 +79,7 @@ async def event_stream(
         named: Give events the names of their types; otherwise ``[DONE]`` ends them.
 
     Raises:
-        Exception: what the first event raises, so that the call fails with a status.
+        Exception: what the first event raises, so that the request fails with a status.
     """
     first = asyncio.ensure_future(anext(events, None))
 
@@ -165,7 +165,7 @@ class EventStream(Response):
             await self._close()
 
     async def _attend(self, send: Send, tasks: set[asyncio.Future[None]]) -> None:
-        """Wait a while; give up a client that stalls, keep an idle connection open."""
+        """Wait a while; disconnect stalled clients, keep idle connections open."""
         loop, config = asyncio.get_running_loop(), self._config
         before, wait = self._sent, config.stall_seconds
         if self._since is not None:
@@ -205,7 +205,7 @@ def _part(body: bytes, *, more: bool = True) -> Message:
 
 
 async def _gone(receive: Receive) -> None:
-    """Wait until the client leaves."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

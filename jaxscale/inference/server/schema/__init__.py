@@ -1,1 +1,1 @@
-"""Bodies of calls, in the form of OpenAI's API, with vLLM's names for what it lacks."""
+"""Request bodies in OpenAI's format, with vLLM's names for what that lacks."""

@@ -1,4 +1,4 @@
-"""What the bodies of all calls have in common.
+"""The common base of all request bodies.
 
 A field that is unknown is an error, as it is in OpenAI's API: a misspelled one would
 otherwise be ignored without a word. Null means that a field is left out.
@@ -36,11 +36,12 @@ class Part(pydantic.BaseModel):
     )
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
-    """Parameters of the API that change nothing here; who sends one is told so."""
+    """Parameters of the API that are ignored here; the response lists those that were
+    sent."""
 
     TAKEN: ClassVar[frozenset[str]] = frozenset()
-    """Parameters that change nothing here either, and need no word: they are for
-    accounts, storage and caches of others."""
+    """Parameters that are ignored without being listed: they are for accounts, storage
+    and caches of others."""
 
     _ignored: list[str] = pydantic.PrivateAttr(default_factory=list)
 
@@ -60,12 +61,12 @@ class Part(pydantic.BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Names of the parameters that were given and change nothing."""
+        """Names of the given parameters that are ignored."""
         return list(self._ignored)
 
 
 class Body(Part):
-    """The body of a call."""
+    """The body of a request."""
 
     TAKEN: ClassVar[frozenset[str]] = frozenset({"user"})
 

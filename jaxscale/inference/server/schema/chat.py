@@ -1,4 +1,4 @@
-"""Bodies of calls about conversations."""
+"""Bodies of chat requests."""
 
 from typing import Any, ClassVar, Literal
 
@@ -57,7 +57,7 @@ class Chat(GenerationBody):
     separate_reasoning: bool | None = None
     """False leaves the reasoning where it is, in the text."""
     stream_reasoning: bool | None = None
-    """Means nothing here: reasoning is streamed as all else."""
+    """Ignored: reasoning is streamed like all else."""
 
 
 class Tokenize(Body):

@@ -1,4 +1,4 @@
-"""The body of a call that continues prompts."""
+"""The body of a completion request."""
 
 from jaxscale.inference.server.schema.body import Items
 from jaxscale.inference.server.schema.generation import GenerationBody

@@ -1,4 +1,4 @@
-"""Bodies of calls to encoders."""
+"""Bodies of requests to encoders."""
 
 from typing import Any, Literal
 

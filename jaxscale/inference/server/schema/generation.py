@@ -1,4 +1,4 @@
-"""What completions and conversations have in common."""
+"""What completions and chat completions have in common."""
 
 import json
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ class StreamOptions(Part):
     """Of a call whose answer is streamed."""
 
     include_usage: bool | None = None
-    """Say at the end how many tokens there were."""
+    """Send the token usage at the end."""
     continuous_usage_stats: bool | None = None
-    """Say it in each part, of what has come by then."""
+    """Send it in each chunk too, of the tokens so far."""
     include_obfuscation: bool | None = None
-    """Means nothing here."""
+    """Ignored."""
 
 
 class JsonSchema(Part):
@@ -55,7 +55,7 @@ class StructuredOutputs(Part):
 
 
 class GenerationBody(Body):
-    """What completions and conversations have in common."""
+    """What completions and chat completions have in common."""
 
     TAKEN: ClassVar[frozenset[str]] = Body.TAKEN | {
         "metadata",
@@ -167,12 +167,12 @@ class GenerationBody(Body):
     def sampling_params(
         self, defaults: Mapping[str, Any], tokenizer: Tokenizer, **more: Any
     ) -> SamplingParams:
-        """The settings of the continuations.
+        """The sampling parameters of the completions.
 
         Args:
-            defaults: Settings where the call says nothing.
+            defaults: Settings for what the request leaves out.
             tokenizer: Of the model.
-            **more: What the kind of call decides.
+            **more: What the kind of request decides.
         """
         # As other servers take them: nothing but the likeliest, and all tokens.
         greedy = self.top_p == 0
@@ -205,7 +205,7 @@ class GenerationBody(Body):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Whether a stream ends with the token usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property

@@ -51,10 +51,10 @@ class Messages(Body):
     timeout: float | None = None
 
     def chat(self) -> Chat:
-        """The same call as OpenAI's API has it.
+        """The same request in OpenAI's format.
 
         Raises:
-            InvalidRequest: it asks for what there is not.
+            InvalidRequest: the request is invalid.
         """
         messages: list[dict[str, Any]] = []
         if self.system is not None:
@@ -94,7 +94,7 @@ class Messages(Body):
 
 
 def _messages(where: str, message: MessagesMessage) -> list[dict[str, Any]]:
-    """A message of blocks as messages of OpenAI's API."""
+    """A message of blocks as messages in OpenAI's format."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     made: list[dict[str, Any]] = []

@@ -73,7 +73,7 @@ class Responses(Body):
     safety_identifier: str | None = None
     service_tier: str | None = None
     store: bool | None = None
-    """False: no later call may go on from this one."""
+    """False: no later request may continue this one."""
     stream: bool | None = None
     temperature: float | None = None
     text: TextOptions | None = None
@@ -98,12 +98,12 @@ class Responses(Body):
 
     @property
     def ignored(self) -> list[str]:
-        """Names of the parameters that were given and change nothing."""
+        """Names of the given parameters that are ignored."""
         inside = [] if self.text is None else self.text.ignored
         return [*super().ignored, *(f"text.{name}" for name in inside)]
 
     def messages(self) -> list[dict[str, Any]]:
-        """What the call adds to a conversation.
+        """The messages that the request adds to a conversation.
 
         Raises:
             InvalidRequest: an item is none that is understood.
@@ -113,13 +113,13 @@ class Responses(Body):
         return messages_of(self.input)
 
     def chat(self, before: Sequence[dict[str, Any]]) -> Chat:
-        """The same call about a conversation.
+        """The same request as a chat completion.
 
         Args:
-            before: Messages of earlier calls.
+            before: Messages of earlier requests.
 
         Raises:
-            InvalidRequest: it asks for what there is not.
+            InvalidRequest: the request is invalid.
         """
         messages = [*before, *self.messages()]
         if self.instructions is not None:
