@@ -395,6 +395,15 @@ def test_the_schedule_of_the_page_is_what_the_command_draws(tmp_path):
     assert scaling_pictures.SCHEDULE.read_text() == path.read_text()
 
 
+def test_pictures_adapt_to_dark_pages():
+    """But the schedule, which is what the command draws."""
+    paths = {*(ROOT / "docs/_static").rglob("*.svg")} - {scaling_pictures.SCHEDULE}
+    lack = [
+        path.name for path in paths if "prefers-color-scheme:" not in path.read_text()
+    ]
+    assert len(paths) > 20 and not lack
+
+
 def test_version_is_stated_once():
     project = (ROOT / "pyproject.toml").read_text()
     assert f'version = "{jaxscale.__version__}"' in project

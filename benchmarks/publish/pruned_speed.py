@@ -133,7 +133,7 @@ CURVE = 3
 """Pruned points below which a layer has no panel: the table has them."""
 
 LABELS = {"tw": (-6, 6), "tew": (-4, -11)}
-"""Where the sparsity of a point is written, so that patterns do not meet; 2:4 has one."""
+"""Where the sparsity of a point is written; 2:4 has only one."""
 
 
 def draw(figure: Any, rows: Sequence[records.Record]) -> None:
