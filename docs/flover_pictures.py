@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from docs.svg import INK, PALE, document
 from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduler_output import Drawn
@@ -84,31 +85,27 @@ def _drawn(rows: abc.Sequence[Sequence | None]) -> Drawn:
 def svg() -> str:
     """The picture."""
     panels = [
-        ("A batch at a time: slots wait for the longest answer", play(batches=True)),
+        ("Static batching: slots wait for the longest answer", play(batches=True)),
         (
-            "Temporal fusion: a request joins and leaves at any step",
+            "Continuous batching: requests join and leave at any step",
             play(batches=False),
         ),
     ]
     longest = max(len(steps) for _, steps in panels)
     panel = SLOTS * _HEIGHT + _TITLE
     width, height = longest * _WIDTH + 2 * _LEFT, 2 * panel + 4
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" font-family="sans-serif" font-size="13">',
-        f'<rect width="{width}" height="{height}" fill="#fff"/>',
-    ]
+    parts = []
     for i, (title, steps) in enumerate(panels):
         parts += [
             f'<g transform="translate({_LEFT},{i * panel + _TITLE - 4})">',
-            f'<text y="-20" fill="#1d2733">{title}: {len(steps)} steps</text>',
+            f'<text y="-20" fill="{INK}">{title}: {len(steps)} steps</text>',
             f'<rect width="{longest * _WIDTH}" height="{SLOTS * _HEIGHT}" '
-            'fill="#eef1f5"/>',
+            f'fill="{PALE}"/>',
             *_arrivals(),
             *_bars(steps),
             "</g>",
         ]
-    return "\n".join([*parts, "</svg>\n"])
+    return document(width, height, parts)
 
 
 def _arrivals() -> list[str]:
@@ -135,7 +132,7 @@ def _bars(steps: list[list[tuple[int, int, bool]]]) -> list[str]:
     ]
     return bars + [
         f'<rect x="{step * _WIDTH}" y="{lane * _HEIGHT + 1}" width="{_WIDTH}" '
-        f'height="{_HEIGHT - 2}" fill="#1d2733" fill-opacity="0.55"/>'
+        f'height="{_HEIGHT - 2}" fill="#000" fill-opacity="0.5"/>'
         for lane, step in prompts
     ]
 

@@ -7,9 +7,11 @@ device takes part.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from docs import svg
+
 
 _STATIC = Path(__file__).parent / "_static"
-_INK, _PALE, _GRAY = "#1d2733", "#eef1f5", "#b9c0c9"
+_INK, _PALE, _GRAY = svg.INK, svg.PALE, "#b9c0c9"
 _BLUE, _GREEN, _ORANGE, _RED = "#6ba6df", "#7cbf75", "#f2a95c", "#c0504d"
 
 ABLATION = {
@@ -59,17 +61,15 @@ def _arrow(x: float, y: float, to_x: float, to_y: float, color: str = _INK) -> s
 
 
 def _picture(width: int, height: int, parts: Iterator[str]) -> str:
-    return "\n".join(
+    return svg.document(
+        width,
+        height,
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}" font-family="sans-serif" font-size="13">',
             '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" '
             'markerWidth="7" markerHeight="7" orient="auto">'
             f'<path d="M0 0L8 4L0 8z" fill="{_INK}"/></marker></defs>',
-            f'<rect width="{width}" height="{height}" fill="#fff"/>',
             *parts,
-            "</svg>\n",
-        ]
+        ],
     )
 
 
@@ -100,8 +100,8 @@ def overlap() -> str:
         lanes += [(424, 150, _BLUE, "forward pass"), (582, 150, _GREEN, "backward ...")]
         for x, width, color, name in lanes:
             yield _bar(x, 22, width, color, name)
-        yield _bar(90, 92, 190, _ORANGE, "activation of the tick before")
-        yield _bar(352, 92, 200, _ORANGE, "gradient to the stage before")
+        yield _bar(90, 92, 190, _ORANGE, "activation of the last tick")
+        yield _bar(352, 92, 200, _ORANGE, "gradient to the previous stage")
         yield _bar(582, 92, 150, _ORANGE, "activation ...")
         yield _arrow(350, 48, 356, 90)
         yield _arrow(574, 48, 584, 90)
@@ -165,8 +165,8 @@ def digests() -> str:
         yield _arrow(702, 104, 702, 78)
         kept = "kept with the checkpoint; where they differ, an older one is taken"
         yield _text(390, 122, kept, anchor="middle")
-        yield _text(234, 30, "save", anchor="middle", ink="#5b6673")
-        yield _text(546, 30, "restore, on any mesh", anchor="middle", ink="#5b6673")
+        yield _text(234, 30, "save", anchor="middle", ink=svg.GRAY)
+        yield _text(546, 30, "restore, on any mesh", anchor="middle", ink=svg.GRAY)
 
     return _picture(790, 134, parts())
 
@@ -197,7 +197,7 @@ def events() -> str:
                 free = start + step
                 # It hands over the next step while the device computes this one.
                 begun = max(ready, start) + 4
-            yield _text(140, y + 69, says, ink="#5b6673")
+            yield _text(140, y + 69, says, ink=svg.GRAY)
 
     return _picture(900, 266, parts())
 

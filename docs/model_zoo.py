@@ -17,9 +17,9 @@ Named shapes, and what they take in memory. `preset(name)` and `encoder_preset(n
 give the configuration, `load(directory)` gives the model of a directory from Hugging
 Face, weights included. This page is written by `python -m docs.model_zoo`.
 
-- **Train**: parameters, gradients and both moments of AdamW in fp32, 16 bytes a
-  parameter. Activations come on top; `jaxscale plan` counts them. Bytes are those of
-  all devices together.
+- **Train**: parameters, gradients and AdamW's optimizer state in fp32, 16 bytes per
+  parameter. Activations come on top; `jaxscale plan` counts them. Bytes are the sum
+  over all devices.
 - **Serve**: parameters in bf16. A decoder needs room for keys and values as well.
 - **Checked against**: for each family, small models with random weights, made by
   transformers 5.17, are stored with their outputs. Outputs here equal them within 1e-4

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from docs.svg import GRAY, INK, PALE, document
 from jaxscale.sharding import MeshConfig, pipeline_schedule
 from jaxscale.sharding.mesh import MESH_AXES
 from jaxscale.sharding.schedule_drawing import svg as drawn
@@ -26,8 +27,8 @@ _AXES = {
     "tensor": ("#1f77b4", "activations, in every layer"),
     "context": ("#d62728", "keys and values, in every layer"),
     "fsdp": ("#ff7f0e", "weights and gradients, as often as zero says"),
-    "data": ("#2ca02c", "gradients, once a step"),
-    "pipe": ("#9467bd", "activations between stages, once a microbatch and chunk"),
+    "data": ("#2ca02c", "gradients, once per step"),
+    "pipe": ("#9467bd", "activations between stages, per microbatch and chunk"),
 }
 """Color of an axis, and what travels along it; fastest links first."""
 
@@ -44,9 +45,9 @@ def partners() -> dict[str, list[int]]:
 
 
 def svg() -> str:
-    """The picture of the mesh: a row a host, and who GPU 0 talks to."""
+    """The picture of the mesh: a row per host, and the partners of GPU 0."""
     colors = {i: _AXES[axis][0] for axis, which in partners().items() for i in which}
-    colors[0] = "#1d2733"
+    colors[0] = INK
     count = math.prod(getattr(MESH, axis) for axis in MESH_AXES)
     hosts, step = count // GPUS, _SIZE + _GAP
     right = _LEFT + GPUS * step + 2 * _GAP
@@ -56,21 +57,18 @@ def svg() -> str:
         f"{axis} {getattr(MESH, axis)}" for axis in MESH_AXES if getattr(MESH, axis) > 1
     )
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" font-family="sans-serif" font-size="13">',
-        f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        f'<text x="8" y="20" fill="#1d2733">{count} GPUs as {shape}: '
-        "whom GPU 0 talks to</text>",
+        f'<text x="8" y="20" fill="{INK}">{count} GPUs as {shape}: '
+        "the GPUs that GPU 0 communicates with</text>",
     ]
     for i in range(count):
         host, place = divmod(i, GPUS)
         x, y = _LEFT + place * step, _TOP + host * step
         if place == 0:
-            parts.append(f'<text x="8" y="{y + 22}" fill="#1d2733">host {host}</text>')
-        ink = "#fff" if i in colors else "#5b6673"
+            parts.append(f'<text x="8" y="{y + 22}" fill="{INK}">host {host}</text>')
+        ink = "#fff" if i in colors else GRAY
         parts += [
             f'<rect x="{x}" y="{y}" width="{_SIZE}" height="{_SIZE}" rx="4" '
-            f'fill="{colors.get(i, "#e3e8ee")}"/>',
+            f'fill="{colors.get(i, PALE)}"/>',
             f'<text x="{x + _SIZE / 2}" y="{y + 22}" text-anchor="middle" '
             f'fill="{ink}">{i}</text>',
         ]
@@ -78,9 +76,9 @@ def svg() -> str:
         y = _TOP + i * _LINE
         parts += [
             f'<rect x="{right}" y="{y + 6}" width="14" height="14" fill="{color}"/>',
-            f'<text x="{right + 22}" y="{y + 18}" fill="#1d2733">{axis}: {what}</text>',
+            f'<text x="{right + 22}" y="{y + 18}" fill="{INK}">{axis}: {what}</text>',
         ]
-    return "\n".join([*parts, "</svg>\n"])
+    return document(width, height, parts)
 
 
 def schedule() -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from docs.svg import INK, PALE, document
 from jaxscale.pruning import Mask, Matrix, PruneConfig, make_masks
 
 
@@ -48,24 +49,20 @@ def svg() -> str:
     """The picture."""
     side = SIZE * _CELL
     width, height = 3 * (side + _GAP) - _GAP, 2 * (side + _TITLE)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" font-family="sans-serif" font-size="13">',
-        f'<rect width="{width}" height="{height}" fill="#fff"/>',
-    ]
+    parts = []
     found = masks()
     for i, (pattern, title) in enumerate(_PANELS):
         x, y = i % 3 * (side + _GAP), i // 3 * (side + _TITLE) + _TITLE - 10
         mask = found[pattern]
         parts += [
             f'<g transform="translate({x},{y})">',
-            f'<text y="-6" fill="#1d2733">{title}</text>',
-            f'<rect width="{side}" height="{side}" fill="#eef1f5"/>',
+            f'<text y="-6" fill="{INK}">{title}</text>',
+            f'<rect width="{side}" height="{side}" fill="{PALE}"/>',
             f'<path fill="#1f77b4" d="{_runs(mask.tiled)}"/>',
             f'<path fill="#d62728" d="{_runs(mask.kept & ~mask.tiled)}"/>',
             "</g>",
         ]
-    return "\n".join([*parts, "</svg>\n"])
+    return document(width, height, parts)
 
 
 def _runs(mask: np.ndarray) -> str:

@@ -38,7 +38,7 @@ def publish(cache: Path) -> None:
         options: dict[str, Any] = {"tokenizer": tokenizer}
         if name in ENCODERS:
             config = models.encoder_preset("bert_tiny")
-            config = dataclasses.replace(config, vocab_size=280, max_seq_len=512)
+            config = dataclasses.replace(config, vocab_size=2048, max_seq_len=512)
             model = models.EncoderModel(config, rngs=nnx.Rngs(0))
         else:
             config = dataclasses.replace(models.preset("llama_tiny"), vocab_size=280)

@@ -395,6 +395,24 @@ def test_the_schedule_of_the_page_is_what_the_command_draws(tmp_path):
     assert scaling_pictures.SCHEDULE.read_text() == path.read_text()
 
 
+def test_pictures_adapt_to_dark_pages():
+    """But the schedule, which is what the command draws."""
+    paths = {*(ROOT / "docs/_static").rglob("*.svg")} - {scaling_pictures.SCHEDULE}
+    lack = [
+        path.name for path in paths if "prefers-color-scheme:" not in path.read_text()
+    ]
+    assert len(paths) > 20 and not lack
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_install_this_library_and_name_owners_of_models(page):
+    """The jaxscale of PyPI is another, and so is a model without its owner."""
+    text = page.read_text()
+    assert not re.search(r"pip install (?:-\S+ )*['\"]?jaxscale", text)
+    loaded = r"(?:from_pretrained|\bload|snapshot_download)\(\s*\"([^\"]+)\""
+    assert all("/" in name for name in re.findall(loaded, text))
+
+
 def test_version_is_stated_once():
     project = (ROOT / "pyproject.toml").read_text()
     assert f'version = "{jaxscale.__version__}"' in project

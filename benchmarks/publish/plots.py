@@ -5,6 +5,7 @@ sees whether it is current: the drawing itself differs between versions of matpl
 """
 
 import hashlib
+import io
 import json
 import pathlib
 from collections.abc import Sequence
@@ -46,6 +47,15 @@ def is_current(record: records.Record, path: pathlib.Path) -> bool:
     return path.exists() and digest(record) in path.read_text(encoding="utf-8")
 
 
+DARK = (
+    "@media (prefers-color-scheme:dark){"
+    'path[style*="fill: #ffffff"]{fill:#14181e!important}'
+    '[style*="stroke: #000000"]{stroke:#e6e9ee!important}'
+    "text{fill:#e6e9ee}}"
+)
+"""Ground, axes and words of a plot where pages are dark."""
+
+
 def draw(record: records.Record, path: pathlib.Path) -> None:
     """Draw a result file: as bars, unless `SHAPES` has a form for the benchmark."""
     import matplotlib as mpl
@@ -57,44 +67,51 @@ def draw(record: records.Record, path: pathlib.Path) -> None:
         SHAPES.get(record["benchmark"], _bars)(figure, record)
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Date": None, "Description": digest(record)}
-        figure.savefig(path, format="svg", metadata=metadata)
+        made = io.StringIO()
+        figure.savefig(made, format="svg", metadata=metadata)
+    text = made.getvalue().replace("</style>", f"{DARK}</style>", 1)
+    path.write_text(text, encoding="utf-8")
 
 
 UNITS = {
     "kernels": "kernels of a layer",
-    "speedup": "times as fast as XLA's collective and product",
+    "speedup": "times as fast as XLA's collective and matmul",
     "tflops": "TFLOP/s",
     "tokens_per_second": "tokens per second",
 }
-"""What a bar is as high as, in words."""
+"""What a bar is as long as, in words."""
 
 BAR_METRICS = {"tensor_parallel_block": "speedup"}
 """Metrics of benchmarks whose first one is a rate that differs much between cases."""
 
 
 def _bars(figure: Any, record: records.Record) -> None:
-    """One group a case; the height is the metric of the table, or else the time."""
+    """A group of bars for each case, downwards, as pages are narrow and long.
+
+    Their length is the metric of the table, or else the time.
+    """
     rows = records.full_rows(record)
     metric = BAR_METRICS.get(record["benchmark"]) or records.default_metric(rows)
     names = records.ordered(row["implementation"] for row in rows)
     lines = list(records.lines(rows))
     labels = _labels([first for first, _ in lines])
     width = 0.8 / len(names)
-    figure.set_size_inches(max(6.0, 1.1 * len(lines) + 2), 4.4)
+    figure.set_size_inches(7.0, 1.2 + len(lines) * (0.14 + 0.1 * len(names)))
     axes = figure.subplots()
     for i, name in enumerate(names):
         points = [
-            (x + (i - (len(names) - 1) / 2) * width, by_name[name])
-            for x, (_, by_name) in enumerate(lines)
+            (y + (i - (len(names) - 1) / 2) * width, by_name[name])
+            for y, (_, by_name) in enumerate(lines)
             if name in by_name
         ]
-        heights = [
+        lengths = [
             row["metrics"][metric] if metric else row["time_us"] for _, row in points
         ]
-        axes.bar([x for x, _ in points], heights, width, label=name)
-    axes.set_xticks(range(len(lines)), labels, rotation=30, ha="right")
-    axes.set_ylabel(UNITS.get(metric, metric) if metric else "time in us")
-    axes.grid(axis="y", alpha=0.3)
+        axes.barh([y for y, _ in points], lengths, width, label=name)
+    axes.set_yticks(range(len(lines)), labels, fontsize=8)
+    axes.set_ylim(len(lines) - 0.5, -0.5)
+    axes.set_xlabel(UNITS.get(metric, metric) if metric else "time in us")
+    axes.grid(axis="x", alpha=0.3)
     figure.suptitle(_title(record))
     _legend(figure)
 
@@ -144,7 +161,7 @@ def _overlap(figure: Any, record: records.Record) -> None:
             _curves(axes[line][column], here, colors)
             axes[line][column].set_title(f"{kind}, {tp} GPUs", fontsize=10)
     figure.suptitle(
-        f"{_title(record)}. E*: 1 is the time of the longer of product and transfer,\n"
+        f"{_title(record)}. E*: 1 is the time of the longer of matmul and transfer,\n"
         "0 that of XLA, which does one after the other",
         fontsize=11,
     )
@@ -224,7 +241,7 @@ def _attention(figure: Any, record: records.Record) -> None:
 
 
 BATCH = 16
-"""Texts of a batch in ByteTransformer's figures, and in `_encoders`."""
+"""Sequences of a batch in ByteTransformer's figures, and in `_encoders`."""
 
 
 def _encoders(figure: Any, record: records.Record) -> None:
@@ -282,7 +299,7 @@ def _against_length(
 def _savings(
     panel: Any, rows: Sequence[records.Record], ours: str, rivals: Sequence[str]
 ) -> None:
-    """The share of a rival's time that ours saves, against the share of padding."""
+    """The share of a baseline's time that ours saves, against the share of padding."""
     for rival in rivals:
         points = []
         for first, by_name in records.lines(rows):

@@ -7,6 +7,7 @@ they are of. The marker of the table is ``table:pruned_speed``, that of the plot
 other tables do: ``cases=swiglu,block M=4096``.
 """
 
+import collections
 import dataclasses
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -123,15 +124,23 @@ def _cell(point: Point | None) -> str:
 
 
 CAPTION = (
-    "Times as fast as dense, *of* what the kept products would be at the dense rate; "
+    "Times as fast as dense, *of* what the kept matmuls would be at the dense rate; "
     "*keeps*: of the layer, *pruned*: of the model"
 )
 
 
+CURVE = 3
+"""Pruned points below which a layer has no panel: the table has them."""
+
+LABELS = {"tw": (-6, 6), "tew": (-4, -11)}
+"""Where the sparsity of a point is written; 2:4 has only one."""
+
+
 def draw(figure: Any, rows: Sequence[records.Record]) -> None:
-    """Speed-up against bits per byte, a panel for each layer."""
+    """Speed-up against bits per byte, a panel for each layer with a curve."""
     found = points(rows)
-    layers = records.ordered(point.layer for point in found)
+    pruned = collections.Counter(point.layer for point in found if point.sparsity)
+    layers = [layer for layer, count in pruned.items() if count >= CURVE]
     width = min(2, max(len(layers), 1))
     lines = max(-(-len(layers) // width), 1)
     figure.set_size_inches(4.6 * width, 1 + 2.8 * lines)
@@ -143,9 +152,15 @@ def draw(figure: Any, rows: Sequence[records.Record]) -> None:
             x, y = [p.bits for p in points_], [p.speed_up for p in points_]
             panel.plot(x, y, "o-", label=form, color=colors[form])
             for p in points_:
-                if p.sparsity:
+                if p.sparsity and form in LABELS:
                     at = (p.bits, p.speed_up)
-                    panel.annotate(f"{p.sparsity:.0%}", at, fontsize=7)
+                    panel.annotate(
+                        f"{p.sparsity:.0%}",
+                        at,
+                        xytext=LABELS[form],
+                        textcoords="offset points",
+                        fontsize=7,
+                    )
             bounds = [(p.bits, p.ideal) for p in points_ if p.ideal is not None]
             if bounds:
                 panel.plot(*zip(*bounds, strict=True), ":", color=colors[form])
