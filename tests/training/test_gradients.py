@@ -37,6 +37,7 @@ from tests.training.layouts import Layout, errors, rows_of
             microbatches=1,
             tensor_parallel="fused",
             replicated=True,
+            vocab=65,
         ),
         Layout(fsdp=2, context=2, tensor=2, tensor_parallel="xla", windows=(5, None)),
         Layout(

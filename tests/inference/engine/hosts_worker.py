@@ -14,7 +14,8 @@ from jaxscale.models import Decoder, preset
 from jaxscale.sharding import create, fsdp_tp, initialize, make_mesh
 
 
-CONFIG = dataclasses.replace(preset("llama_tiny"), vocab_size=288, num_kv_heads=4)
+# A vocabulary that does not divide over the devices.
+CONFIG = dataclasses.replace(preset("llama_tiny"), vocab_size=287, num_kv_heads=4)
 SIZES = inference.EngineConfig(
     num_slots=4, buckets=(4,), prefill_tokens=(16,), page_size=8, max_len=64, steps=2
 )

@@ -10,7 +10,8 @@ import pytest
 from jaxscale.inference.engine.batch_rows import Column, float_bits
 from jaxscale.inference.engine.runner import Runner
 from jaxscale.inference.engine.speculation import look_up, verify
-from tests.inference.conftest import LLAMA, SIZES, Served
+from jaxscale.sharding import make_mesh
+from tests.inference.conftest import LLAMA, SIZES, Greedy, Served
 
 
 RNG = np.random.default_rng(0)
@@ -264,6 +265,35 @@ def test_logits_that_are_not_finite_end_their_request_alone(served, plain):
     run.finish()
     assert run.result("bad")[2] == "error"
     same(run.result("one"), plain["one"][1])
+
+
+class Drafting(Greedy):
+    """Compiles the steps with drafts too."""
+
+    def programs(self):
+        yield from super().programs()
+        yield from (p for p in Runner.programs(self) if p[0][0] == "speculate")
+
+
+def test_padding_of_a_vocabulary_is_never_drawn():
+    """Over two devices a third of the columns are padding, of which no logit is made.
+
+    Were it drawn, it would be by requests of which all tokens are equally likely.
+    """
+    config = dataclasses.replace(LLAMA, vocab_size=257, num_layers=1)
+    sizes = dataclasses.replace(DRAFTS, vocab_size=257, draft_bucket=4)
+    mesh = make_mesh({"tensor": 2}, jax.devices()[:2])
+    served = Served(config, mesh=mesh, sizes=sizes, change=repeating, kind=Drafting)
+    run = served.run(poison=True)
+    run.add("loop", PROMPTS["loop"], max_tokens=30)
+    for seed in range(3):
+        hot = {"temperature": 100.0, "seed": seed, "max_tokens": 30}
+        run.add(str(seed), PROMPTS["loop"], **hot)
+    run.finish()
+    assert run.scheduler.counts.accepted_tokens
+    run.check("loop", PROMPTS["loop"])
+    drawn = [token for seed in range(3) for token in run.result(str(seed))[0]]
+    assert len(drawn) == 90 and max(drawn) < 257
 
 
 def test_sizes(served):
