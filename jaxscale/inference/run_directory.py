@@ -7,21 +7,19 @@ serving other models never loads them.
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxscale.models.adapters import Adapter
+from jaxscale.models.adapters import Adapter, adapter_of
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.quantization import quantize
-from jaxscale.nn.lora import LowRank
 from jaxscale.nn.quantized_linear import Quantization
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.parameters import place
@@ -149,15 +147,5 @@ def load_adapter(
         )
     check_source(config)
     mesh = mesh or make_mesh({"fsdp": 1}, jax.devices()[:1])
-    model = load_adapted(directory, config, mesh, rules)
-    layers = (
-        (".".join(map(str, path[1:-1])), node)
-        for path, node in nnx.iter_modules(model)
-        if isinstance(node, LowRank)
-    )
-    return Adapter(
-        factors={
-            name: (np.asarray(node.a[...]), np.asarray(node.scale * node.b[...]))
-            for name, node in layers
-        }
-    )
+    model: Any = load_adapted(directory, config, mesh, rules)
+    return adapter_of(model)

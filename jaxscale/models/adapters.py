@@ -20,7 +20,7 @@ from jaxscale.models.serving import mesh_of
 from jaxscale.nn.blocks import Block
 from jaxscale.nn.joined import side_by_side
 from jaxscale.nn.linear import Linear
-from jaxscale.nn.lora import LowRankStack
+from jaxscale.nn.lora import LowRank, LowRankStack
 from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from jaxscale.sharding.parameters import place
@@ -59,6 +59,21 @@ class AdapterStack(nnx.Module):
         self.names = tuple(names)
         self.paths = tuple(map(tuple, blocks))
         self.blocks = nnx.List([nnx.List(block.values()) for block in blocks])
+
+
+def adapter_of(model: Decoder) -> Adapter:
+    """The adapter of a model that `jaxscale.nn.add_adapters` has made."""
+    layers = (
+        (".".join(map(str, path[1:-1])), node)
+        for path, node in nnx.iter_modules(model)
+        if isinstance(node, LowRank)
+    )
+    return Adapter(
+        factors={
+            name: (np.asarray(node.a[...]), np.asarray(node.scale * node.b[...]))
+            for name, node in layers
+        }
+    )
 
 
 def adapter_names(model: Decoder) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.request import Request, SamplingParams
 from jaxscale.models import Decoder, preset
-from jaxscale.nn import Whole
+from jaxscale.models.adapters import adapter_of, with_adapters
+from jaxscale.nn import Whole, merge_adapters
 from jaxscale.sharding import create, fsdp_tp, make_mesh
 
 
@@ -77,7 +78,7 @@ class Greedy(Runner):
     def programs(self):
         for key, *rest in super().programs():
             if (
-                key[0] in ("update", "move", "decode", "prefill")
+                key[0].removesuffix("_lora") in ("update", "move", "decode", "prefill")
                 and key[-1] is not True
             ):
                 yield key, *rest
@@ -96,6 +97,7 @@ class Served:
         change=None,
         scales=None,
         kind=Runner,
+        adapt=None,
     ):
         # It computes, which a conftest.py must not do before XLA's flags are set.
         from tests.models.test_serving import perturbed
@@ -107,6 +109,14 @@ class Served:
         self.model = model = make()
         if mesh is not None:
             model = create(lambda: make(rules=fsdp_tp()), mesh, fsdp_tp())
+        # Whole models by the name of their adapter, with weights that are merged.
+        self.whole = {None: self.model}
+        if adapt is not None:
+            trained = adapt(self.model)
+            self.whole |= {name: merge_adapters(x) for name, x in trained.items()}
+            factors = {name: adapter_of(x) for name, x in trained.items()}
+            model = with_adapters(model, factors)
+            sizes = dataclasses.replace(sizes, adapters=tuple(trained))
         self.sizes = sizes
         self.runner = kind(
             model, sizes, prefill_tokens=(16,), buckets=buckets, kv_scales=scales
@@ -119,16 +129,16 @@ class Served:
         self.runner.reset()
         return Run(self, **options)
 
-    def logits(self, tokens):
+    def logits(self, tokens, lora=None):
         """Of the next token after each of `tokens`, by the whole model, fp64."""
         padded = np.zeros((1, 64), np.int32)
         padded[0, : len(tokens)] = tokens
-        logits = self._forward(self.model, padded)[0, : len(tokens)]
+        logits = self._forward(self.whole[lora], padded)[0, : len(tokens)]
         return np.asarray(logits).astype(np.float64)
 
-    def logprobs(self, tokens):
+    def logprobs(self, tokens, lora=None):
         """Of the next token after each of `tokens`, by the whole model."""
-        logits = self.logits(tokens)
+        logits = self.logits(tokens, lora)
         return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
@@ -146,7 +156,17 @@ class Run:
         )
         self.scheduler = self.engine.scheduler
 
-    def add(self, name, prompt, *, client="", deadline=None, priority=0, **params):
+    def add(
+        self,
+        name,
+        prompt,
+        *,
+        client="",
+        deadline=None,
+        priority=0,
+        lora=None,
+        **params,
+    ):
         params = SamplingParams(**({"temperature": 0.0, "logprobs": 0} | params))
         request = Request(
             prompt=prompt,
@@ -155,6 +175,7 @@ class Run:
             client=client,
             deadline=deadline,
             priority=priority,
+            lora=lora,
         )
         told = self.told[name] = []
         admitted = self.engine.admit(request, told.append)
@@ -181,11 +202,11 @@ class Run:
         logprobs = [x.logprob for o in outputs for x in o.logprobs]
         return tokens, logprobs, outputs[-1].finish
 
-    def check(self, name, prompt, **options):
+    def check(self, name, prompt, *, lora=None, **options):
         """Greedy tokens and their log-probabilities are those of the whole model."""
         tokens, logprobs, _ = self.result(name, **options)
         assert tokens and len(tokens) == len(logprobs)
-        whole = self.served.logprobs((*prompt, *tokens))
+        whole = self.served.logprobs((*prompt, *tokens), lora)
         for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             expected = whole[len(prompt) - 1 + i]
             assert expected[token] > expected.max() - 1e-4

@@ -37,7 +37,8 @@ _WITHOUT_EFFECT = (
     *("auto_mapping", "base_model_name_or_path", "revision", "peft_version"),
     *("task_type", "inference_mode", "lora_dropout", "fan_in_fan_out"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("megatron_core", "eva_config", "loftq_config", "runtime_config"),
+    *("megatron_core", "megatron_config", "eva_config", "loftq_config"),
+    *("runtime_config", "qalora_group_size", "ensure_weight_tying"),
 )
 """Settings that say how an adapter was made, or which layers it has: its tensors do."""
 _ALLOWED = {
