@@ -137,9 +137,8 @@ def serve_trained(
         report.text(
             "On a CPU the pruned model is no faster, and under load it can be slower: "
             "XLA gathers the kept inputs of each tile before it multiplies, or unpacks "
-            "the weight and multiplies it whole, which takes more than what is saved in "
-            "layers this small. The kernels of GPUs gather on the way into the "
-            "multiplication."
+            "the weight and multiplies it whole, which takes more time than layers so "
+            "small save. The kernels of GPUs gather on the way into the multiplication."
         )
     for name, served in found.items():
         report.text(

@@ -78,8 +78,8 @@ class LabeledText:
 def load_labeled(config: DataConfig, records: Records | None = None) -> LabeledText:
     """Read and tokenize records with labels, and number these.
 
-    Records are held out by a hash of their file and line, or of their number. Texts are cut at
-    ``config.seq_len`` tokens. Labels are numbered in their order: names by the
+    Records are held out by a hash of their file and line, or of their number. Texts are
+    cut at ``config.seq_len`` tokens. Labels are numbered in their order: names by the
     alphabet, integers by size. Lists of them are the labels of one text, and numbers
     with a fraction, or lists of such, are to be predicted (`DataConfig.problem`).
 
@@ -162,9 +162,9 @@ def _of_memory(
     feature = getattr(records, "features", {}).get(config.label_field)
     names = getattr(feature, "names", None)
     if isinstance(records, Mapping):
-        columns = list(records.values())
+        fields, columns = list(records), list(records.values())
         rows = zip(*columns, strict=True)
-        records = (dict(zip(records, row, strict=True)) for row in rows)
+        records = (dict(zip(fields, row, strict=True)) for row in rows)
     for number, record in enumerate(records):
         if names is not None:
             label = names[record[str(config.label_field)]]
