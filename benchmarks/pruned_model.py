@@ -272,9 +272,12 @@ def trained(name: str = TRAINED) -> dict[str, Any]:
 
 
 def _pruned(experiment: Experiment, mask: Any, sparsity: float) -> tuple[Any, list]:
-    """A mask of the pruner's default settings, and what it keeps."""
+    """A mask of the pruner, with no bound for a layer, and what it keeps."""
     config = pruning.PruneConfig(
-        pattern=mask, sparsity=sparsity, tile=experiment.setup.tile
+        pattern=mask,
+        sparsity=sparsity,
+        max_layer_sparsity=1.0,
+        tile=experiment.setup.tile,
     )
     masks = pruning.make_model_masks(experiment.dense, experiment.scores, config)
     return masks, parts_of(experiment.dense, masks)

@@ -162,7 +162,11 @@ class Experiment:
         settings = dict(PATTERNS[name])
         tile = setup.tile // 2 if settings.pop("narrow", False) else setup.tile
         config = pruning.PruneConfig(
-            **settings, sparsity=sparsity, tile=tile, block=setup.block
+            **settings,
+            sparsity=sparsity,
+            max_layer_sparsity=1.0,  # the rows were measured without a bound
+            tile=tile,
+            block=setup.block,
         )
         return pruning.make_model_masks(self.dense, self.scores, config)
 

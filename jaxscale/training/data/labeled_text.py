@@ -163,9 +163,9 @@ def _of_memory(
     feature = getattr(records, "features", {}).get(config.label_field)
     names = getattr(feature, "names", None)
     if isinstance(records, Mapping):
-        columns = list(records.values())
+        fields, columns = list(records), list(records.values())
         rows = zip(*columns, strict=True)
-        records = (dict(zip(records, row, strict=True)) for row in rows)
+        records = (dict(zip(fields, row, strict=True)) for row in rows)
     for number, record in enumerate(records):
         if names is not None:
             label = names[record[str(config.label_field)]]
