@@ -239,8 +239,8 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
         tool_format=config.tool_format,
         reasoning_format=config.reasoning_format,
     )
-    source, mesh, rules, dtype = _model(config)
     lora_modules = parse_lora_modules(config.lora_modules)
+    source, mesh, rules, dtype = _model(config)
     return lambda: served(
         source,
         name=config.name,

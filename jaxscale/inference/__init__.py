@@ -7,14 +7,8 @@ from jaxscale.inference.engine.config import EngineConfig
 from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.hosts import HostLost
 from jaxscale.inference.engine.kv_scales import measure_kv_scales
-from jaxscale.inference.llm import (
-    GREEDY,
-    LLM,
-    Generation,
-    follow,
-    generate,
-    make_engine,
-)
+from jaxscale.inference.engine.make import follow, make_engine
+from jaxscale.inference.llm import GREEDY, LLM, Generation, generate
 from jaxscale.inference.request import (
     Draining,
     EngineDead,

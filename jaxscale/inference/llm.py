@@ -3,28 +3,19 @@
 import collections
 import dataclasses
 import queue
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxscale.inference.chat import ChatTemplate, Message
-from jaxscale.inference.engine import hosts
 from jaxscale.inference.engine.config import EngineConfig
-from jaxscale.inference.engine.engine import Engine
-from jaxscale.inference.engine.kv_scales import measure_kv_scales
-from jaxscale.inference.engine.memory import fit
+from jaxscale.inference.engine.make import make_engine
 from jaxscale.inference.engine.output_processor import Sink
-from jaxscale.inference.engine.program_cache import ProgramCache
-from jaxscale.inference.engine.runner import Runner
-from jaxscale.inference.engine.scheduler import Scheduler
-from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.lora_modules import LoraModules, read_adapters
 from jaxscale.inference.request import (
     EngineDead,
@@ -35,11 +26,7 @@ from jaxscale.inference.request import (
     joined,
 )
 from jaxscale.inference.run_directory import is_run, load_run
-from jaxscale.models.adapters import (
-    adapter_names,
-    checkpoint_config,
-    with_adapters,
-)
+from jaxscale.models.adapters import checkpoint_config, with_adapters
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.hub import local_directory
@@ -55,128 +42,6 @@ GREEDY = SamplingParams(temperature=0.0)
 """Greedy decoding."""
 
 _RETRY_SECONDS = 0.01
-
-
-def make_engine(
-    model: Decoder,
-    tokenizer: Tokenizer | None = None,
-    *,
-    config: EngineConfig | None = None,
-    eos_ids: Sequence[int] = (),
-    compiler: GrammarCompiler | None = None,
-    kv_scales: np.ndarray | None = None,
-    quiet: bool = False,
-) -> Engine:
-    """A compiled engine for `model`, not started yet.
-
-    Args:
-        model: A decoder, on one device or split over the mesh axis `tensor`.
-        tokenizer: Tokenizer, for detokenization and stop strings.
-        config: Engine settings.
-        eos_ids: End-of-sequence tokens, besides the tokenizer's.
-        compiler: Compiler of guides, for guided requests.
-        kv_scales: [L, 2, K], scales of an fp8 KV cache; by default measured by
-            `measure_kv_scales`.
-        quiet: Do not print memory and compilation.
-
-    Raises:
-        ValueError: sizes do not fit the model or the device, or there are `kv_scales`
-            for a KV cache that is not fp8.
-    """
-    config = config or EngineConfig()
-    ends = list(eos_ids)
-    if tokenizer is not None and tokenizer.eos_id is not None:
-        ends.append(tokenizer.eos_id)
-    runner = _make_runner(model, config, ends, kv_scales, quiet)
-    followers = None
-    if hosts.spans_hosts(runner.devices):
-        if jax.process_index():
-            raise ValueError(
-                f"process {jax.process_index()} has no engine of its own where a model "
-                "is split over several processes; call jaxscale.inference.follow there"
-            )
-        followers = hosts.gather(runner)
-        runner.on_dispatch = followers.send
-    _compile(runner, config, quiet)
-    engine = Engine(
-        runner, Scheduler(runner.config), tokenizer=tokenizer, compiler=compiler
-    )
-    if followers is not None:
-        engine.at_end.append(followers.close)
-        followers.on_lost(engine.fail)
-    return engine
-
-
-def follow(
-    model: Decoder,
-    *,
-    config: EngineConfig | None = None,
-    kv_scales: np.ndarray | None = None,
-    quiet: bool = False,
-) -> None:
-    """Execute the plans of process 0's engine, until it is closed.
-
-    If a model is split over the devices of several processes, all but the first call
-    this, with the arguments that the first passes to `make_engine` or `LLM`.
-
-    Args:
-        model: The same decoder, on a mesh of all devices.
-        config: Engine settings.
-        kv_scales: As for `make_engine`.
-        quiet: Do not print memory and compilation.
-
-    Raises:
-        HostLost: process 0 has ended, does not respond, or its engine has failed.
-        ValueError: sizes do not fit, or differ from those of process 0.
-    """
-    config = config or EngineConfig()
-    runner = _make_runner(model, config, (), kv_scales, quiet)
-    if not hosts.spans_hosts(runner.devices):
-        raise ValueError("model is on the devices of one process, where nobody follows")
-    connection = hosts.join(runner)
-    _compile(runner, config, quiet)
-    hosts.follow(runner, connection)
-
-
-def _make_runner(
-    model: Decoder,
-    config: EngineConfig,
-    eos_ids: Sequence[int],
-    kv_scales: np.ndarray | None,
-    quiet: bool,
-) -> Runner:
-    """A runner that fits the devices, not yet compiled."""
-    if config.kv_dtype is None and kv_scales is not None:
-        raise ValueError("kv_scales are for kv_dtype 'fp8', got kv_dtype None")
-    model = model.for_inference()
-    device = min(jax.tree.leaves(model)[0].sharding.device_set, key=lambda d: d.id)
-    on_cpu = device.platform == "cpu"
-    sizes = config.scheduler(model.config, eos_ids, on_cpu=on_cpu)
-    sizes = dataclasses.replace(sizes, adapters=adapter_names(model))
-    sizes, memory = fit(model, sizes, config)
-    if not quiet:
-        print(memory, file=sys.stderr)
-    if config.kv_dtype is not None and kv_scales is None:
-        kv_scales = measure_kv_scales(model)
-    return Runner(
-        model,
-        sizes,
-        prefill_tokens=config.chunks(on_cpu=on_cpu),
-        buckets=config.buckets,
-        kv_scales=kv_scales,
-        all_reduce=config.all_reduce,
-    )
-
-
-def _compile(runner: Runner, config: EngineConfig, quiet: bool) -> None:
-    """Compile all programs, with a progress bar."""
-    cache = None
-    # On several hosts XLA exchanges autotuning results, so all must compile, or none.
-    if config.program_cache is not None and not hosts.spans_hosts(runner.devices):
-        cache = ProgramCache(config.program_cache, runner.devices)
-    total = len(runner.inputs())
-    with progress_bar("compile", False if quiet else None, total) as advance:
-        runner.compile(lambda: advance(1), cache)
 
 
 class LLM:

@@ -88,14 +88,14 @@ def tensors(directory):
     return safetensors.numpy.load_file(directory / "model.safetensors")
 
 
-def continued(directory):
-    """The likeliest continuation by the model of a directory."""
+def continued(directory, *, lora=None, **options):
+    """The likeliest continuation by the model of a directory, or by an adapter."""
     config = EngineConfig.for_prompts([3], 4)
     params = SamplingParams(temperature=0, max_tokens=4)
     with LLM.from_pretrained(
-        directory, dtype="float32", config=config, quiet=True
+        directory, dtype="float32", config=config, quiet=True, **options
     ) as llm:
-        (result,) = llm.generate([[5, 6, 7]], params, progress=False)
+        (result,) = llm.generate([[5, 6, 7]], params, lora=lora, progress=False)
     return result.continuations[0].tokens
 
 
@@ -211,6 +211,10 @@ def test_adapters_are_trained_saved_and_merged(decoder, notes, command, tmp_path
     said = [command("generate", "--from", path, *prompt)[:2] for path in (run, out)]
     assert said[0] == said[1] and said[0][0] == 0
 
+    # Beside the model that they were trained on.
+    served = {"lora": "notes", "lora_modules": {"notes": run}}
+    assert continued(decoder, **served) == continued(out) != continued(decoder)
+
     # Files that hold the same weights otherwise will do; other weights will not.
     settings = json.loads((run / "run.json").read_text())
     moved = shutil.copytree(decoder, tmp_path / "moved")
@@ -231,6 +235,16 @@ def test_adapters_are_trained_saved_and_merged(decoder, notes, command, tmp_path
     for words in (["export", run, tmp_path / "wrong"], resumed):
         code, _, err = command(*words)
         assert code == 2 and re.search(told, err.replace("\n", " ")), err
+    message = f"adapter 'notes': .* other weights than {moved} holds now"
+    with pytest.raises(ValueError, match=message):
+        continued(moved, **served)
+    with pytest.raises(ValueError, match=r"use LLM\.from_pretrained"):
+        LLM(load(decoder), lora_modules={"notes": run})
+    with pytest.raises(ValueError, match="is of a run without adapters"):
+        whole_run = tmp_path / "all"
+        options = ["--data.paths", notes, "--steps", 1, "--output-dir", whole_run]
+        assert command("train", "--from", decoder, *SMALL, *options)[0] == 0
+        continued(decoder, lora_modules={"notes": whole_run})
 
 
 def test_adapters_need_weights(command, tmp_path):

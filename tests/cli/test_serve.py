@@ -67,6 +67,8 @@ def test_help_describes_each_setting(call):
         ([".", "--api-keys-file", "empty"], "--api-keys-file empty holds no key"),
         ([".", "--chat-template", "missing"], "missing"),
         ([".", "--engine.num-slots", "0"], "num_slots 0"),
+        ([".", "--lora-modules", "a=b", "c"], "lora_modules has 'c', expected NAME="),
+        ([".", "--lora-modules", "a=b", "a=c"], "lora_modules names 'a' twice"),
     ],
 )
 def test_mistakes_are_explained(call, arguments, message, tmp_path, monkeypatch):

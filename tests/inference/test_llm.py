@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 from jaxscale.inference import (
@@ -16,13 +17,14 @@ from jaxscale.inference import (
     generate,
 )
 from jaxscale.inference.engine.kv_scales import check_scales, measure_kv_scales
+from jaxscale.inference.engine.memory import fit
 from jaxscale.inference.engine.runner import Runner
-from jaxscale.inference.llm import fit
 from jaxscale.models import Decoder, Tokenizer, load, preset, save
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.nn import RopeScaling
 from jaxscale.sharding import create, fsdp_tp, make_mesh
 from tests.decoding import decode
+from tests.models.test_adapters import ADAPTERS, base_of
 
 
 TEXT = ["to be or not to be, that is the question"] * 4
@@ -69,6 +71,34 @@ def test_texts_begin_as_the_tokenizer_says(llm, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", tokenizer)
     (result,) = llm.generate("to be", GREEDY)
     assert list(result.prompt) == [tokenizer.bos_id, *tokenizer.encode("to be")]
+
+
+def test_adapters_of_peft():
+    """The first token of each prompt, of both adapters and of none in one batch."""
+    prompts = safetensors.numpy.load_file(
+        base_of("llama3_gqa") / "expected.safetensors"
+    )
+    names = {"a": "llama3_gqa", "b": "llama3_patterns"}
+    logits = {None: prompts} | {
+        name: safetensors.numpy.load_file(ADAPTERS / of / "expected.safetensors")
+        for name, of in names.items()
+    }
+    modules = {name: ADAPTERS / of for name, of in names.items()}
+    chosen = [(i, name) for i in range(4) for name in logits]
+    texts = [prompts[f"ids.{i}"].tolist() for i, _ in chosen]
+    lora = [name for _, name in chosen]
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    model = load(base_of("llama3_gqa"))
+    with LLM(model, lora_modules=modules, config=SIZES, quiet=True) as llm:
+        found = llm.generate(texts, one, lora=lora)
+        for (i, name), result in zip(chosen, found, strict=True):
+            assert result.tokens == (logits[name][f"logits.{i}"][-1].argmax(),)
+        (single,) = llm.generate([[3, 4]], one, lora="b")
+        assert single.tokens == llm.generate([[3, 4]], one, lora=["b"])[0].tokens
+        with pytest.raises(ValueError, match="1 lora for 2 prompts"):
+            llm.generate([[3], [4]], one, lora=["a"])
+        with pytest.raises(InvalidRequest, match="lora 'c' is no adapter of the model"):
+            llm.generate([[3]], one, lora="c")
 
 
 def test_conversations(llm):

@@ -34,6 +34,31 @@ SCORED = 128
 """Prompt tokens whose logits are computed at a time."""
 
 
+ADAPTED = "_lora"
+"""End of the names of the programs whose rows may use adapters."""
+
+_DECODED = ["params", "pages", "slots", "history"]
+STATE = {
+    "move": (["pages"], ["pages"]),
+    "update": (["slots"], ["slots"]),
+    "count": (["counts"], ["counts"]),
+    "remember": (["history"], ["history"]),
+    "reorder": (["history"], ["history"]),
+    "decode": (_DECODED, _DECODED[1:]),
+    "speculate": (_DECODED, _DECODED[1:]),
+    "forward": (_DECODED, ["pages", "history", "logits"]),
+    "sample": (["logits", "slots", "counts"], ["slots", "counts"]),
+    "prefill": (["params", "pages", "slots"], ["pages", "slots"]),
+}
+STATE |= {
+    name + ADAPTED: (["adapted_params", *taken[1:]], given)
+    for name, (taken, given) in STATE.items()
+    if taken[0] == "params"
+}
+"""What a program takes of the state before its inputs, and what its first results take
+the place of."""
+
+
 class Pages(NamedTuple):
     """The page pool of the KV cache."""
 

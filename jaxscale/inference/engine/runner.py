@@ -25,7 +25,12 @@ from jaxscale.inference.engine.prefill_batch import (
     whole_blocks,
 )
 from jaxscale.inference.engine.program_cache import ProgramCache
-from jaxscale.inference.engine.programs import DecodePrograms, Pages
+from jaxscale.inference.engine.programs import (
+    ADAPTED,
+    STATE,
+    DecodePrograms,
+    Pages,
+)
 from jaxscale.inference.engine.sample_inputs import SampleInputs, neutral_arrays
 from jaxscale.inference.engine.scheduler_config import (
     SchedulerConfig,
@@ -50,30 +55,6 @@ NUM_COUNTED = 512
 
 type Key = tuple[Any, ...]
 """Name and sizes of a program."""
-
-_ADAPTED = "_lora"
-"""End of the names of the programs whose rows may use adapters."""
-
-_DECODED = ["params", "pages", "slots", "history"]
-_STATE = {
-    "move": (["pages"], ["pages"]),
-    "update": (["slots"], ["slots"]),
-    "count": (["counts"], ["counts"]),
-    "remember": (["history"], ["history"]),
-    "reorder": (["history"], ["history"]),
-    "decode": (_DECODED, _DECODED[1:]),
-    "speculate": (_DECODED, _DECODED[1:]),
-    "forward": (_DECODED, ["pages", "history", "logits"]),
-    "sample": (["logits", "slots", "counts"], ["slots", "counts"]),
-    "prefill": (["params", "pages", "slots"], ["pages", "slots"]),
-}
-_STATE |= {
-    name + _ADAPTED: (["adapted_params", *taken[1:]], given)
-    for name, (taken, given) in _STATE.items()
-    if taken[0] == "params"
-}
-"""What a program takes of the state before its inputs, and what its first results take
-the place of."""
 
 
 class Runner:
@@ -212,9 +193,7 @@ class Runner:
             yield ("sample", bucket), jit(programs.sample, (1, 2), "sss"), shapes
         yield from self._model_programs(programs, self.params, "")
         if config.adapters:
-            yield from self._model_programs(
-                self._adapted, self.adapted_params, _ADAPTED
-            )
+            yield from self._model_programs(self._adapted, self.adapted_params, ADAPTED)
 
     def _model_programs(
         self, programs: DecodePrograms, params: tuple[Array, ...], kind: str
@@ -246,7 +225,7 @@ class Runner:
     def inputs(self) -> dict[Key, tuple[jax.ShapeDtypeStruct, ...]]:
         """Shapes of the inputs of `dispatch`, by key."""
         return {
-            key: shapes[len(_STATE[key[0]][0]) :] for key, _, shapes in self.programs()
+            key: shapes[len(STATE[key[0]][0]) :] for key, _, shapes in self.programs()
         }
 
     def compile(
@@ -352,13 +331,13 @@ class Runner:
             drafts: As many as `SchedulerConfig.drafts_of` says, or none in one step.
             adapted: Rows may use adapters; otherwise none are read.
         """
-        bucket, kind = bucket_of(bucket, self.buckets), _ADAPTED if adapted else ""
+        bucket, kind = bucket_of(bucket, self.buckets), ADAPTED if adapted else ""
         (out,) = self.dispatch(_decode_key(bucket, steps, drafts, kind))
         return out
 
     def forward(self, *, bucket: int, adapted: bool = False) -> Array:
         """The logits of each live row of the bucket, for `sample`."""
-        kind = _ADAPTED if adapted else ""
+        kind = ADAPTED if adapted else ""
         self.dispatch(("forward" + kind, bucket_of(bucket, self.buckets)))
         return self.logits
 
@@ -411,7 +390,7 @@ class Runner:
         """
         if self.on_dispatch is not None:
             self.on_dispatch(key, inputs)
-        taken, given = _STATE[key[0]]
+        taken, given = STATE[key[0]]
         neutral = self._neutral.get(key, inputs)
         whole = [n if x is None else x for x, n in zip(inputs, neutral, strict=True)]
         with self._on_mesh():
@@ -433,7 +412,7 @@ class Runner:
         config = self.config
         needed = sum(len(chunk.tokens) for chunk in chunks)
         keys = sum(whole_blocks(chunk.end) for chunk in chunks)
-        kind = _ADAPTED if any(chunk.sequence.adapter for chunk in chunks) else ""
+        kind = ADAPTED if any(chunk.sequence.adapter for chunk in chunks) else ""
         key = next(
             ("prefill" + kind, t, k, scored)
             for t, k, scored in self._prefills()
@@ -444,7 +423,7 @@ class Runner:
 
     def _prefill_sizes(self, tokens: int, keys: int, kind: str) -> PrefillBatch:
         chunks = self.config.prefill_requests
-        return PrefillBatch.sizes(tokens, keys, chunks, adapted=kind == _ADAPTED)
+        return PrefillBatch.sizes(tokens, keys, chunks, adapted=kind == ADAPTED)
 
     def _prefills(self) -> Iterable[tuple[int, int, bool]]:
         """Tokens and keys of the prefill programs, the smallest first."""

@@ -4,7 +4,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.engine.async_engine import AsyncEngine
@@ -160,7 +160,7 @@ class TextModel:
     """When it was loaded, in seconds since 1970."""
     _texts: dict[int, str] = dataclasses.field(default_factory=dict, repr=False)
 
-    def named(self, name: str | None) -> Self:
+    def named(self, name: str | None) -> "TextModel":
         """The model as a call has named it, which may be by an adapter."""
         if name not in self.adapters:
             return self

@@ -14,8 +14,8 @@ from jaxscale.checks import check_choice
 from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.encoder.encoder import Encoder
 from jaxscale.inference.engine.config import EngineConfig
+from jaxscale.inference.engine.make import make_engine
 from jaxscale.inference.grammar import GrammarCompiler
-from jaxscale.inference.llm import make_engine
 from jaxscale.inference.lora_modules import LoraModules, read_adapters
 from jaxscale.inference.reasoning import ReasoningFormat
 from jaxscale.inference.request import SamplingParams
