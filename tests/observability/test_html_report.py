@@ -3,6 +3,7 @@
 import base64
 import re
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def test_lines_are_to_scale_and_marks_say_what_they_are(log):
 
 def test_gaps_long_runs_and_equal_values():
     y = [1.0, float("nan"), 2.0, 3.0, float("inf"), 4.0]
-    options = {"x_title": "x", "y_title": "y"}
+    options: dict[str, Any] = {"x_title": "x", "y_title": "y"}
     assert list(map(len, places(svg_plots.lines([("a", range(6), y)], **options)))) == [
         *(1, 2, 1)
     ]

@@ -75,7 +75,8 @@ def test_a_classifier_in_a_few_lines(rows, encoder, tmp_path):
         held_out_fraction=0.25,
         learning_rate=0.01,
     )
-    assert result.evaluation is not None and result.evaluation.accuracy > 0.7
+    assert result.evaluation is not None and result.evaluation.accuracy is not None
+    assert result.evaluation.accuracy > 0.7
     answers = Encoder.from_pretrained(run).predict(["an awful plot", "lovely film"])
     assert [int(answer.argmax()) for answer in answers] == [0, 1]
     with pytest.raises(ValueError, match="already holds a run"):

@@ -136,8 +136,7 @@ def _make_runner(
 def _compile(runner: Runner, config: EngineConfig, quiet: bool) -> None:
     """Compile all programs, with a progress bar."""
     cache = None
-    # On several hosts XLA waits for what the others find out as they compile, so all
-    # have to compile, or none.
+    # On several hosts XLA exchanges autotuning results, so all must compile, or none.
     if config.program_cache is not None and not hosts.spans_hosts(runner.devices):
         cache = ProgramCache(config.program_cache, runner.devices)
     total = len(runner.inputs())

@@ -160,17 +160,21 @@ def _of_memory(
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """The same of records in memory, or of columns."""
     # Data sets of `datasets` say so what their integers mean.
-    feature = getattr(records, "features", {}).get(config.label_field)
+    field = str(config.label_field)
+    feature = getattr(records, "features", {}).get(field)
     names = getattr(feature, "names", None)
-    if isinstance(records, Mapping):
-        fields, columns = list(records), list(records.values())
-        rows = zip(*columns, strict=True)
-        records = (dict(zip(fields, row, strict=True)) for row in rows)
-    for number, record in enumerate(records):
+    for number, record in enumerate(_rows(records)):
         if names is not None:
-            label = names[record[str(config.label_field)]]
-            record = {**record, str(config.label_field): label}
+            record = {**record, field: names[record[field]]}
         yield f"{number:012}", f"records[{number}]", record
+
+
+def _rows(records: Records) -> Iterator[Mapping[str, Any]]:
+    if not isinstance(records, Mapping):
+        yield from records
+        return
+    for row in zip(*records.values(), strict=True):
+        yield dict(zip(records, row, strict=True))
 
 
 def _text(
