@@ -99,9 +99,9 @@ def test_one_line_a_form_by_accuracy(folder):
     assert lines[0] == ["dense", "-", "1.500", "1.00", "1.00", "1.00"]
     assert lines[1][:4] == ["int8", "-", "1.510", "1.20"]
     assert lines[2][:4] == ["2:4", "50%", "1.550", "1.40"]
-    # Ours as dispatch takes it, and what the kept products would allow.
+    # Ours as dispatch takes it, and what the kept matmuls would allow.
     assert lines[6][:4] == ["tw", "75%", "1.900", "3.20 of 4.00<br>keeps 0.3"]
-    assert "of what the kept products would be" in text.replace("*", "")
+    assert "of what the kept matmuls would be" in text.replace("*", "")
     assert "python -m benchmarks.tile_sparse_layers" in text
     assert "python -m benchmarks.tile_sparse_matmul" in text
 
