@@ -16,6 +16,7 @@ from jaxscale.inference.chat import ChatTemplate, Message
 from jaxscale.inference.engine.config import EngineConfig
 from jaxscale.inference.engine.make import make_engine
 from jaxscale.inference.engine.output_processor import Sink
+from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.lora_modules import LoraModules, read_adapters
 from jaxscale.inference.request import (
     EngineDead,
