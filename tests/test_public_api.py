@@ -101,7 +101,8 @@ def test_every_name_stands_under_one_task():
 def test_summaries_are_one_sentence_without_markup_of_sphinx():
     first = summary("jaxscale.pruning.magnitude_scores")
     assert first == "{math}`w^2` of every weight."
-    assert summary("jaxscale.inference.Overloaded") == "The queue is full; HTTP 429."
+    second = summary("jaxscale.inference.Overloaded")
+    assert second == "The waiting queue is full; HTTP 429."
 
 
 def test_undocumented_names_are_found(tmp_path, monkeypatch):

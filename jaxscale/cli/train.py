@@ -1,4 +1,4 @@
-"""``jaxscale train RUN [OPTIONS]``: train a named run, or fine-tune a model."""
+"""``jaxscale train RUN [OPTIONS]``: train a preset, or fine-tune a model."""
 
 import contextlib
 import dataclasses

@@ -278,7 +278,7 @@ def _sized(shape: Shape, config: PlanConfig) -> PlanConfig:
     if seq_len > shape.max_seq_len:
         raise ValueError(
             f"seq_len {seq_len} is longer than the model's max_seq_len "
-            f"{shape.max_seq_len}; shorten the rows"
+            f"{shape.max_seq_len}; lower seq_len"
         )
     rows = config.batch_size or max(1, _TOKENS // seq_len)
     return dataclasses.replace(config, seq_len=seq_len, batch_size=rows)
