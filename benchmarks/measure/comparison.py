@@ -3,12 +3,12 @@
 Every row of a file is shown, ours and baselines alike, the fastest of a line in bold.
 The column before the times is that of the fastest baseline over our fastest: below 1
 the baseline wins. Then come our times, those of baselines, lower bounds, such as a
-product without its communication, which compete with neither, and params that follow
+matmul without its communication, which compete with neither, and params that follow
 from the case; params that all rows share stand under the table. A long table shows its
 first ten rows, and the rest behind a fold. Cases of one name are in the order of their
-numbers. Where PyTorch took less for a larger problem of its own,
-that is the time of the baseline here. The metric ``vs_torch`` is made from such times
-as well: how much less a row takes than the best form of PyTorch.
+numbers. Where PyTorch took less for a larger problem of its own, that is the time of
+the baseline here. The metric ``vs_torch`` is made from such times as well: how much
+less a row takes than the best form of PyTorch.
 """
 
 import fnmatch

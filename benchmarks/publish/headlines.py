@@ -1,4 +1,4 @@
-"""The table of the README: a row a task, from the result files.
+"""The table of the README: one row per task, from the result files.
 
 A row adds up the times of its cases, ours and those of each baseline that has all of
 them, and shows the baseline that is fastest then. ``make tables`` writes it into the

@@ -80,14 +80,14 @@ class LLM:
 
         Args:
             model: A decoder, on one device or split over the mesh axis `tensor`.
-            tokenizer: For prompts and results as text.
+            tokenizer: Tokenizer, for prompts and results as text.
             lora_modules: Directories of peft adapters, by the name that `generate`
                 takes.
-            config: Sizes.
-            eos_ids: Tokens that end a continuation, besides the tokenizer's.
-            compiler: For guided requests.
+            config: Engine settings.
+            eos_ids: End-of-sequence tokens, besides the tokenizer's.
+            compiler: Compiler of guides, for guided requests.
             kv_scales: As for `make_engine`.
-            quiet: Say nothing of memory and compilation.
+            quiet: Do not print memory and compilation.
         """
         self.tokenizer = tokenizer
         if lora_modules:
@@ -127,14 +127,14 @@ class LLM:
             mesh: Devices to split the model over, with `rules`.
             rules: Sharding rules; None is `fsdp_tp` on a mesh.
             dtype: Type of the computation; by default that of the file.
-            quantization: Weights of 8 bits, ``"int8"`` or ``"fp8"``, as
-                `jaxscale.models.quantize` makes them; None keeps those of the file.
+            quantization: Quantize the weights to ``"int8"`` or ``"fp8"`` with
+                `jaxscale.models.quantize`; None keeps those of the file.
             lora_modules: Directories of adapters, by the name that `generate` takes:
                 those of peft, or output directories of runs that trained one.
-            config: Sizes of the engine.
-            compiler: For guided requests.
+            config: Engine settings.
+            compiler: Compiler of guides, for guided requests.
             kv_scales: As for `make_engine`.
-            quiet: Say nothing of memory and compilation.
+            quiet: Do not print memory and compilation.
         """
         if rules is None:
             rules = REPLICATED if mesh is None else fsdp_tp()
@@ -176,16 +176,15 @@ class LLM:
         Args:
             prompts: Texts, with the beginning-of-sequence token prepended if the
                 model's files say so; or token ids, at least one each.
-            params: How to continue all, or one for each.
-            lora: Name of the adapter that continues all, or one for each; None is the
-                model itself.
+            params: Sampling parameters for all, or one for each.
+            lora: Name of the adapter for all, or one for each; None is the base model.
             progress: Show a progress bar; None shows one in a terminal or notebook.
 
         Raises:
             InvalidRequest: a prompt cannot be served; nothing is generated then.
             TypeError: a prompt is a single number.
-            ValueError: texts were given and there is no tokenizer, or `params` or
-                `lora` are not as many as prompts.
+            ValueError: prompts are texts without a tokenizer, or `params` or `lora`
+                differ in number from prompts.
         """
         ids = self._ids(prompts)
         if params is None or isinstance(params, SamplingParams):

@@ -30,7 +30,7 @@ _LAYERS = {
     "attention": (("query", "key", "value"), "out"),
     "mlp": (("gate", "up"), "down"),
 }
-"""The layers of a part of a block: those that may be joined, and the one behind."""
+"""The layers of a part of a block: those that may be fused, and the one after them."""
 
 type Factors = tuple[Float[np.ndarray, "L D rank"], Float[np.ndarray, "L rank F"]]
 """A and B of a layer, where B has the scale in it; zeros for blocks without any."""
@@ -82,7 +82,7 @@ def adapter_names(model: Decoder) -> tuple[str, ...]:
 
 
 def checkpoint_config(model: Decoder) -> DecoderConfig:
-    """The shape of the checkpoint that a model was made of, served or not."""
+    """The shape of the checkpoint of a model, in inference form or not."""
     blocks: Any = model.blocks
     block = blocks if isinstance(blocks, Block) else blocks[0]
     heads = model.config.num_kv_heads // block.attention.repeats
@@ -92,7 +92,7 @@ def checkpoint_config(model: Decoder) -> DecoderConfig:
 def with_adapters(model: Decoder, adapters: Mapping[str, Adapter]) -> Decoder:
     """The model as `Decoder.for_inference` gives it, with adapters to choose from.
 
-    It computes what it did, until `use_adapters` says which token uses which.
+    Its outputs are unchanged until `use_adapters` assigns adapters to tokens.
 
     Args:
         model: A decoder, also one with weights of 8 bits.
@@ -250,7 +250,7 @@ def _stack(
     """The factors of all adapters for a layer of block `number`; None without any.
 
     Layers that are joined read one input: A has the columns of all of them, and B is
-    block-diagonal. So each costs two products, however many layers it joins.
+    block-diagonal. So each costs two matmuls, however many layers it fuses.
     """
     ranks = [
         max((x.factors[p.name][0].shape[-1] for x in adapters if p.name in x.factors),

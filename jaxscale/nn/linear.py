@@ -55,7 +55,7 @@ class Linear(nnx.Module):
 
     quantization: Fp8 = None
     low_rank: Any = None
-    """A `LowRank` or `LowRankStack` of `jaxscale.nn.lora`, whose product is added."""
+    """A `LowRank` or `LowRankStack` of `jaxscale.nn.lora`, whose output is added."""
 
     def __init__(
         self,

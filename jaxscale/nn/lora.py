@@ -117,12 +117,11 @@ class LowRankStack(nnx.Module):
     .. math:: y = (x A \odot m) B, \quad m_j = [\lfloor j / R \rfloor + 1 = i]
 
     for the index :math:`i` of the token, from 1 on; 0 keeps none. So tokens of all
-    adapters and of the model itself share two dense products, without a gather or a
-    sort. A call reads every factor once, N R (D + F) numbers, and computes 2 T N R
-    (D + F) operations for T tokens. To gather factors would read R (D + F) numbers for
-    each token, which is less only where fewer than N tokens are computed. With N = 8
-    and R = 16, the factors of a layer of 4,096 features have 6% of the bytes of its
-    kernel.
+    adapters and of the model itself share two dense matmuls, without a gather or a
+    sort. A call reads every factor once, N R (D + F) numbers, and computes 2 T N R (D +
+    F) FLOPs for T tokens. To gather factors would read R (D + F) numbers for each
+    token, which is less only where fewer than N tokens are computed. With N = 8 and R =
+    16, the factors of a layer of 4,096 features have 6% of the bytes of its kernel.
 
     Example:
         >>> layer = Linear(4, 8, rngs=nnx.Rngs(0))
@@ -183,7 +182,7 @@ def _through(
     out_axes: tuple[str | None, ...],
     keep: Bool[Array, "B *T R"] | None = None,
 ) -> Float[Array, "B *T F"]:
-    """``(x @ a) @ b``, of which `keep` says what counts in between."""
+    """``(x @ a) @ b``, where `keep` masks ``x @ a``."""
     rows = "abcdefgh"[: x.ndim - 1]
     in_axis, out_axis = layer.kernel_axes
     low = contract(

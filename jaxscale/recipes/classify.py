@@ -39,9 +39,9 @@ def train_classifier(
             numbers to predict.
         pair_field: Field of a second text, where labels are those of pairs.
         held_out_fraction: Share of the texts to evaluate on.
-        steps: Batches of the training.
-        seq_len: Tokens of a row, into which texts are packed and at which they are cut.
-        batch_size: Rows of a batch.
+        steps: Training steps.
+        seq_len: Tokens of a packed row; longer texts are truncated.
+        batch_size: Packed rows per batch.
         learning_rate: Peak learning rate.
 
     Raises:

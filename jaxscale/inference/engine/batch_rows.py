@@ -51,10 +51,9 @@ class Column(enum.IntEnum):
     PRESENCE = 11
     FREQUENCY = 12
     MIN_LENGTH = 13
-    """Tokens of prompt and completion before which no stop token may be drawn."""
+    """Tokens of prompt and completion before which no stop token may be sampled."""
     ADAPTER = 14
-    """An integer, the place of the adapter among those of the model from 1 on; 0 for
-    none."""
+    """Integer index of the adapter among those of the model, from 1; 0 for none."""
     STOPS = 16
     """`NUM_STOPS` columns; -1 where there are fewer."""
     TABLE = 32

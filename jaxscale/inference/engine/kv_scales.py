@@ -39,8 +39,8 @@ def measure_kv_scales(
     see the same keys and values in any compute type.
 
     Args:
-        model: A decoder; all of its adapters are measured, too.
-        tokens: Prompts to measure; None takes one of random tokens.
+        model: A decoder; all of its adapters are measured too.
+        tokens: Prompts to measure; None uses one of random tokens.
 
     Returns:
         fp32, for `make_engine` or `Runner`.

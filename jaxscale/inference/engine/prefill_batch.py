@@ -40,7 +40,7 @@ class PrefillBatch(NamedTuple):
     cu_k: Any
     """[2 N + 1] boundaries in the keys."""
     slots: Any
-    """[N] where the token that follows a chunk goes; S where none is drawn."""
+    """[N] slot of the token sampled after a chunk; S if none is."""
     adapters: Any
     """[T] the adapter of each token; None where no chunk uses one."""
 
@@ -48,7 +48,7 @@ class PrefillBatch(NamedTuple):
     def sizes(
         tokens: int, keys: int, chunks: int, *, adapted: bool = False
     ) -> "PrefillBatch":
-        """How long each part is."""
+        """The length of each part."""
         bounds = 2 * chunks + 1
         last = tokens if adapted else 0
         return PrefillBatch(

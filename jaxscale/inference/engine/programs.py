@@ -73,7 +73,7 @@ class DecodePrograms:
     """The functions, with the structure of the parameters."""
 
     tree: Any
-    """Of the flat parameters; of a model that has adapters, rows use theirs."""
+    """Tree structure of the flat parameters, with adapters if the model has them."""
     num_chunks: int
     """N."""
     ngrams: tuple[int, int] = (1, 1)

@@ -323,12 +323,13 @@ class Runner:
     def decode(
         self, *, bucket: int, steps: int, drafts: int = 0, adapted: bool = False
     ) -> Array:
-        """Draw tokens for each live row of the bucket, [steps, B, 1 + drafts, 3].
+        """Sample tokens for each live row of the bucket, [steps, B, 1 + drafts, 3].
 
         Args:
             bucket: Rows that may be live.
-            steps: Tokens that a row draws at most, apart from drafts.
-            drafts: As many as `SchedulerConfig.drafts_of` says, or none in one step.
+            steps: Maximum tokens per row, without draft tokens.
+            drafts: The number that `SchedulerConfig.drafts_of` returns, or 0 in one
+                step.
             adapted: Rows may use adapters; otherwise none are read.
         """
         bucket, kind = bucket_of(bucket, self.buckets), ADAPTED if adapted else ""
@@ -342,7 +343,7 @@ class Runner:
         return self.logits
 
     def sample(self, logits: Array, inputs: SampleInputs) -> Array:
-        """Draw a token for each live row by all of its settings, [1, B, 1, 43]."""
+        """Sample a token for each live row by all of its settings, [1, B, 1, 43]."""
         bucket, vocab = len(logits), self.model_config.vocab_size
         arrays = inputs.arrays(bucket, vocab, self.config.num_slots)
         self.logits = logits

@@ -13,16 +13,16 @@ from jaxscale.inference.request import MAX_BIASES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleInputs:
-    """What the full sampler needs besides the rows; None is nothing special."""
+    """Further inputs of the full sampler; None is the default."""
 
     counted: Sequence[int | None] = ()
     """The row of the counts of each row of the batch."""
     want_top: bool = False
-    """Report the likeliest tokens."""
+    """Report the most likely tokens."""
     masks: np.ndarray | None = None
-    """[B, V / 32] int32, a bit for each token that may be drawn; None is all."""
+    """[B, V / 32] int32, one bit per allowed token; None is all."""
     biases: Mapping[int, Mapping[int, float]] = dataclasses.field(default_factory=dict)
-    """By row, what is added to the logits of tokens."""
+    """Logit biases of tokens, by row."""
 
     def arrays(
         self, bucket: int, vocab: int, none: int

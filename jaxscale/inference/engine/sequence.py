@@ -34,9 +34,9 @@ class Sequence:
     stops: frozenset[int]
     """Tokens that end it."""
     tokens: list[int]
-    """Prompt and completion, as far as the host knows."""
+    """Prompt and completion, as known to the host."""
     adapter: int = 0
-    """Place of its adapter in `SchedulerConfig.adapters`, from 1 on; 0 for none."""
+    """Index of its adapter in `SchedulerConfig.adapters`, from 1; 0 for none."""
     state: SequenceStatus = SequenceStatus.WAITING
     slot: int | None = None
     """Row on the device, after the end of the prompt."""

@@ -145,11 +145,11 @@ class TextModel:
     chat: ChatTemplate | None = None
     """The chat template; None where the model has none."""
     aliases: Sequence[str] = ()
-    """Other names that calls may give."""
+    """Other model names that requests may use."""
     adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Directories of its adapters, by the name that calls give."""
+    """Directories of its adapters, by their model name in requests."""
     parent: str | None = None
-    """Name of the model whose adapter has the name of this one; None: it is none."""
+    """Name of the base model if this is an adapter, otherwise None."""
     tool_format: ToolFormat | None = None
     """Format of its tool calls; None where that is not known."""
     reasoning_format: ReasoningFormat | None = None
@@ -161,19 +161,19 @@ class TextModel:
     _texts: dict[int, str] = dataclasses.field(default_factory=dict, repr=False)
 
     def named(self, name: str | None) -> "TextModel":
-        """The model as a call has named it, which may be by an adapter."""
+        """The model that a request names, which may be an adapter."""
         if name not in self.adapters:
             return self
         return dataclasses.replace(self, name=name, parent=self.name)
 
     @property
     def lora(self) -> str | None:
-        """The adapter that a call has named."""
+        """The adapter that a request names."""
         return None if self.parent is None else self.name
 
     @property
     def longest(self) -> int:
-        """Most tokens of a prompt and its continuation."""
+        """Maximum number of tokens of a prompt and its completion."""
         return self.backend.config.longest
 
     def bound(self, gone: threading.Event | None = None) -> TextBound:

@@ -1,4 +1,4 @@
-"""Bodies of calls, read and checked without keeping other calls waiting."""
+"""Request bodies, read and checked without delaying other requests."""
 
 import math
 import re
@@ -19,16 +19,16 @@ _JSON = re.compile(r"application/([\w.+-]+\+)?json", re.IGNORECASE)
 
 
 async def received[B: Body](http: Request, form: type[B]) -> B:
-    """The body of a call; a long one is parsed and checked on another thread.
+    """The body of a request; a long one is parsed and checked on another thread.
 
     Args:
-        http: The call.
-        form: What its body must be.
+        http: The request.
+        form: Schema of the body.
 
     Raises:
         ApiError: it is something else.
-        ClientGone: the client has left before all of it was here.
-        Overloaded: too many long bodies of the caller wait.
+        ClientGone: the client has disconnected before all of it was received.
+        Overloaded: too many long bodies of this client wait.
     """
     media = http.headers.get("content-type", "").partition(";")[0].strip()
     if not _JSON.fullmatch(media):
@@ -46,7 +46,7 @@ async def received[B: Body](http: Request, form: type[B]) -> B:
 
 
 def parsed[B: Body](raw: bytes, form: type[B]) -> B:
-    """A body in its form.
+    """The parsed body.
 
     Raises:
         ApiError: it is no JSON, or something else.
@@ -82,7 +82,7 @@ def _finite(value: Any) -> bool:
         case dict():
             return _finite([*value.values()])
         case list():
-            # Millions of token ids are told by their types alone.
+            # For millions of token ids, types alone decide.
             plain = {float, dict, list}.isdisjoint(map(type, value))
             return plain or all(map(_finite, value))
     return True

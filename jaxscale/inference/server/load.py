@@ -117,7 +117,7 @@ def served(
         rules: Mesh axes that split it.
         dtype: Type of the computation; by default that of the file.
         quantization: Weights of 8 bits of a decoder; None keeps those of the file.
-        lora_modules: Directories of adapters of a decoder, by the name that calls give.
+        lora_modules: Directories of a decoder's adapters, by model name in requests.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -224,11 +224,11 @@ def text_model(
         name: Model name in requests.
         engine: Sizes of the engine.
         chat: How conversations are laid out and answered.
-        aliases: Other names that calls may give.
+        aliases: Other model names that requests may use.
         adapters: Directories of the adapters that `model` has, by name.
-        eos_ids: Tokens that end a text, besides the tokenizer's.
-        defaults: Settings of `SamplingParams` where a call says nothing; the server
-            says them at its start.
+        eos_ids: EOS tokens besides the tokenizer's.
+        defaults: Settings of `SamplingParams` for what a request leaves out; logged at
+            the start.
 
     Raises:
         ValueError: sizes do not fit, or the template is malformed.

@@ -39,15 +39,15 @@ _REFS = "#/components/schemas/{model}"
 
 @dataclasses.dataclass(frozen=True)
 class _Call[B: Body, M: Served]:
-    """A call that computes."""
+    """A route that computes."""
 
     path: str
     form: type[B]
-    """What its body is."""
+    """Schema of its body."""
     answer: Callable[[B, M, Caller, Receive], Awaitable[Response]]
-    """Answers it."""
+    """Handles a request."""
     about: str
-    """What it does, for the description of the API."""
+    """Description, for the OpenAPI schema."""
 
 
 def _of_decoders() -> tuple[_Call[Any, TextModel], ...]:
@@ -108,7 +108,7 @@ _OF_ENCODERS: tuple[_Call[Any, ServedEncoder], ...] = (
 
 
 def add_calls(app: FastAPI, service: Service) -> None:
-    """Routes that compute, and the forms of their bodies in the description."""
+    """Routes that compute, and the schemas of their bodies for OpenAPI."""
     decoders = _of_decoders()
     for call in decoders:
         _add(app, call, service.decoder)
@@ -129,7 +129,7 @@ def add_calls(app: FastAPI, service: Service) -> None:
 def _add[B: Body, M: Served](
     app: FastAPI, call: _Call[B, M], model_of: Callable[[str | None], M]
 ) -> None:
-    """A route for a call to the model that `model_of` finds by its name."""
+    """A route to the model that `model_of` finds by its name."""
     schema = {"$ref": _REFS.format(model=call.form.__name__)}
     content = {"application/json": {"schema": schema}}
     name = call.path.strip("/").replace("/", "_")

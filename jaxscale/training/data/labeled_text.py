@@ -173,8 +173,9 @@ def _rows(records: Records) -> Iterator[Mapping[str, Any]]:
     if not isinstance(records, Mapping):
         yield from records
         return
+    names = [str(name) for name in records]
     for row in zip(*records.values(), strict=True):
-        yield dict(zip(records, row, strict=True))
+        yield dict(zip(names, row, strict=True))
 
 
 def _text(
