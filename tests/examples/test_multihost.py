@@ -77,6 +77,7 @@ def test_the_command_for_a_laptop_fits_its_model(monkeypatch):
     """As the first lines of the script show it, up to where text is read."""
     monkeypatch.syspath_prepend(RECIPES)
     script = importlib.import_module("pretrain_llama")
+    assert script.__doc__ is not None
     command = script.__doc__.rpartition("python pretrain_llama.py ")[2]
     words = shlex.split(command.partition("\n\n")[0])
     found = []
