@@ -3,7 +3,7 @@
 import asyncio
 import collections
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from jaxscale.inference.engine.engine import Engine
@@ -72,7 +72,7 @@ class AsyncEngine:
         self._ready: list[tuple[asyncio.AbstractEventLoop, _Mailbox, _News]] = []
         engine.after_tick.append(self._post)
 
-    async def generate(self, request: Request) -> AsyncIterator[Output]:
+    async def generate(self, request: Request) -> AsyncGenerator[Output]:
         """What the request brings, until it has ended.
 
         Who reads slowly gets longer outputs: those that wait are joined.
