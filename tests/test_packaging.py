@@ -167,7 +167,8 @@ FOR_AN_EXTRA = {
     "train": ["training/**/*", "pruning/*", "cli/*", "!cli/serve", "!cli/bench_serve"],
     "quickstart": ["recipes/*"],
 }
-OTHERS_BRING = {"jaxlib", "ml_dtypes", "orbax", "rich", "starlette", "yaml"}
+OTHERS_BRING = {"jaxlib", "ml_dtypes", "orbax", "pydantic_core", "rich", "starlette"}
+OTHERS_BRING |= {"yaml"}
 FROM_THEIR_OWN_EXTRA = {"pyarrow", "jax_triton"}
 FROM_THEIR_OWN_EXTRA |= {"httpx"}  # which does instead of httpx2
 

@@ -8,6 +8,7 @@ become control tokens.
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,10 @@ class ChatTemplate:
     template: str | Sequence[Mapping[str, str]] | None = None
     """Jinja source, or several by name: ``"tool_use"`` if there are tools, otherwise
     ``"default"``. None takes the tokenizer's."""
+    _templates: dict[str, str] = dataclasses.field(
+        init=False, repr=False, compare=False
+    )
+    _guard: "_Guard" = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         found = self.template or self.tokenizer.chat_template
@@ -57,21 +62,26 @@ class ChatTemplate:
         for source in named.values():
             WORKERS.render(source, None)
         object.__setattr__(self, "_templates", named)
-        text = "".join(named.values())
-        object.__setattr__(self, "_format", detect_format(text))
-        object.__setattr__(self, "_reasoning", detect_reasoning(text))
         guard = _Guard(tuple(self.tokenizer.control_tokens))
         object.__setattr__(self, "_guard", guard)
 
     @property
     def tool_format(self) -> ToolFormat | None:
         """Format of tool calls in texts, as far as the template shows it."""
-        return self._format  # type: ignore[attr-defined]
+        return detect_format(self._source)
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
         """Format of the reasoning in texts, as far as the template shows it."""
-        return self._reasoning  # type: ignore[attr-defined]
+        return detect_reasoning(self._source)
+
+    def knows(self, variable: str) -> bool:
+        """Whether the template uses a variable."""
+        return re.search(rf"\b{re.escape(variable)}\b", self._source) is not None
+
+    @property
+    def _source(self) -> str:
+        return "".join(self._templates.values())
 
     def render(
         self,
@@ -153,17 +163,17 @@ class ChatTemplate:
             "tools": list(chosen(tools, tool_choice)) or None,
             "variables": dict(variables),
         }
-        if "developer" not in "".join(self._templates.values()):  # type: ignore[attr-defined]
+        if "developer" not in self._source:
             # OpenAI's newer name of the system role; templates would drop it.
             for message in given["messages"]:
                 if message["role"] == "developer":
                     message["role"] = "system"
         mark = _unused_mark(given)
-        given = self._guard.all(given, mark)  # type: ignore[attr-defined]
+        given = self._guard.all(given, mark)
         if within:
             last = given["messages"][-1]
             last["content"] = last["content"].removesuffix(mark) + 3 * mark
-        templates = self._templates  # type: ignore[attr-defined]
+        templates = self._templates
         use = "tool_use" if given["tools"] and "tool_use" in templates else "default"
         if use not in templates:
             raise ValueError(

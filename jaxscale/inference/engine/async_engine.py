@@ -3,7 +3,7 @@
 import asyncio
 import collections
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from jaxscale.inference.engine.engine import Engine
@@ -72,7 +72,7 @@ class AsyncEngine:
         self._ready: list[tuple[asyncio.AbstractEventLoop, _Mailbox, _News]] = []
         engine.after_tick.append(self._post)
 
-    async def generate(self, request: Request) -> AsyncIterator[Output]:
+    async def generate(self, request: Request) -> AsyncGenerator[Output]:
         """The outputs of the request, until it has ended.
 
         A slow reader gets longer outputs: pending ones are merged. Closing the

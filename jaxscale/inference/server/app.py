@@ -161,13 +161,13 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     @app.get("/live")
     async def live() -> Response:
-        """A page that shows the batch."""
+        """A page that shows the batch, or the calls to an encoder."""
         return HTMLResponse(PAGE.read_text(), headers=_PAGE_HEADERS)
 
     @app.get("/live/events")
     async def live_events() -> Response:
         """What the page shows: ten frames a second, after those of the last minute."""
-        service.decoder()
+        service.served()
         assert service.recorder is not None
         frames = service.recorder.watch()
         return EventStream(frames, service.config, frames.aclose)

@@ -3,7 +3,7 @@
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxscale.inference.chat import ChatTemplate
@@ -55,7 +55,7 @@ class Backend(Protocol):
         """Why it is dead; None while it lives."""
         ...
 
-    def generate(self, request: Request) -> AsyncIterator[Output]:
+    def generate(self, request: Request) -> AsyncGenerator[Output]:
         """The request's outputs; closing the iterator aborts it.
 
         Its deadline is by `time.monotonic`.
@@ -98,7 +98,7 @@ class EngineBackend:
         """Why it is dead; None while it lives."""
         return self._engine.error
 
-    def generate(self, request: Request) -> AsyncIterator[Output]:
+    def generate(self, request: Request) -> AsyncGenerator[Output]:
         """The request's outputs; closing the iterator aborts it."""
         return self._async.generate(request)
 

@@ -115,7 +115,7 @@ def prepare(body: Chat, model: TextModel, caller: Caller) -> Conversation:
         one_tool=body.parallel_tool_calls is False,
         hides_reasoning=body.include_reasoning is False,
         prompt_end=end,
-        ignored=[*body.ignored, *unenforced],
+        ignored=[*body.ignored, *unenforced, *_not_asked_for(body, model)],
     )
 
 
@@ -144,7 +144,7 @@ def _laid_out(
         tool_choice=choice,
         add_generation_prompt=body.add_generation_prompt is not False and not goes_on,
         continue_final_message=goes_on,
-        variables=body.chat_template_kwargs,
+        variables=_variables(body),
         check=bound.check if kept is None else bound.check_characters,
     )
     if kept is not None:
@@ -153,6 +153,21 @@ def _laid_out(
         end = messages[-1].get("content") or ""
         return prompt, end if isinstance(end, str) else ""
     return prompt, model.prompt_end(prompt)
+
+
+def _variables(body: Chat) -> dict[str, Any]:
+    """What the template may ask for besides the conversation."""
+    effort = body.reasoning_effort
+    given = {} if effort is None else {"reasoning_effort": effort}
+    return {**given, **(body.chat_template_kwargs or {})}
+
+
+def _not_asked_for(body: Chat, model: TextModel) -> list[str]:
+    """Parameters for the template that it has no use for."""
+    name = "reasoning_effort"
+    return (
+        [] if body.reasoning_effort is None or template(model).knows(name) else [name]
+    )
 
 
 def _tool_format(model: TextModel) -> ToolFormat:

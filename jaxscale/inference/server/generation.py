@@ -28,7 +28,7 @@ async def _measured(
     """
     start = time.monotonic()
     last: dict[int, float] = {}
-    async with contextlib.aclosing(backend.generate(request)) as outputs:  # type: ignore[type-var]
+    async with contextlib.aclosing(backend.generate(request)) as outputs:
         async for output in outputs:
             now, count = time.monotonic(), len(output.tokens)
             if count:
@@ -76,7 +76,7 @@ async def _together(
             async with contextlib.aclosing(run):
                 async for item in run:
                     await news.put(item)
-        except Exception as error:
+        except Exception as error:  # of any kind: who reads the news raises it
             await news.put(error)
         else:
             await news.put(None)

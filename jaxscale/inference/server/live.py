@@ -61,17 +61,20 @@ class Recorder:
         load: Callable[[], Load],
         *,
         num_slots: int,
+        model: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing has happened yet.
 
         Args:
             load: Says how busy the engine is.
-            num_slots: Slots of the batch.
+            num_slots: Slots of the batch; 0 for an encoder, of which only requests and
+                tokens are shown.
+            model: Name of the model.
             clock: Seconds.
         """
         self._load, self._num_slots, self._clock = load, num_slots, clock
-        self._start = clock()
+        self._model, self._start = model, clock()
         self._lock = threading.Lock()
         self._lanes: dict[Sequence, _Lane] = {}
         self._prompts: set[Sequence] = set()
@@ -154,6 +157,8 @@ class Recorder:
     def frame(self) -> dict[str, Any]:
         """What is new since the last frame."""
         load, now = self._load(), self._now()
+        counts = load.counts
+        tokens = counts.drawn_tokens if self._num_slots else counts.prompt_tokens
         with self._lock:
             segments, marks = list(self._segments), list(self._marks)
             self._segments.clear()
@@ -168,6 +173,7 @@ class Recorder:
             slots = self._most
         return {
             "time": now,
+            "model": self._model,
             "slots": slots,
             "segments": segments,
             "marks": marks,
@@ -175,10 +181,10 @@ class Recorder:
             "waiting": load.waiting,
             "running": load.running,
             "kv": load.kv_usage,
-            "preempted": load.counts.preempted,
-            "finished": load.counts.finished,
-            "tokens": load.counts.drawn_tokens,
-            "rate": self._rate(load.counts.drawn_tokens, now),
+            "preempted": counts.preempted,
+            "finished": counts.finished,
+            "tokens": tokens,
+            "rate": self._rate(tokens, now),
             **{name: _percentiles(times.get(name, ())) for name in _NAMES},
         }
 

@@ -148,6 +148,7 @@ class _Made:
         if form is not None:
             shown = form.model_dump(by_alias=True, exclude_none=True)
         choice = body.tool_choice or "auto"
+        effort = None if body.reasoning is None else body.reasoning.effort
         return {
             "id": self.id,
             "object": "response",
@@ -163,7 +164,7 @@ class _Made:
             "output": [] if self._finish is None else self.items(),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": effort, "summary": None},
             "store": body.store is not False,
             "temperature": params.temperature,
             "text": {"format": shown},

@@ -200,7 +200,9 @@ class ServedEncoder:
                 truncate=wanted[0].truncate,
                 progress=False,
             )
-        except Exception as error:
+        except (
+            Exception
+        ) as error:  # whatever it is, the calls raise it, and others go on
             for job in wanted:
                 job.result.set_exception(error)
             return

@@ -74,19 +74,23 @@ class Service:
     async def _start(self) -> None:
         try:
             model = await self._loaded()
-        except Exception as error:
+        except (
+            Exception
+        ) as error:  # whatever it is, `serve` raises it once it has ended
             self.failure = error
             return
         self.model = model
-        if not isinstance(model, TextModel):
-            self.metrics.watch(model.load, generates=False)
-            return
-        backend = model.backend
-        slots = backend.config.num_slots
-        recorder = self.recorder = Recorder(backend.load, num_slots=slots)
+        if isinstance(model, TextModel):
+            backend = model.backend
+            load, slots = backend.load, backend.config.num_slots
+        else:
+            backend, load, slots = None, model.load, 0
+        recorder = Recorder(load, num_slots=slots, model=model.name)
+        self.recorder = recorder
         attach(recorder, self.metrics)
-        self.metrics.watch(backend.load)
-        backend.observe(recorder.observe, recorder.tick)
+        self.metrics.watch(load, generates=backend is not None)
+        if backend is not None:
+            backend.observe(recorder.observe, recorder.tick)
         await recorder.run()
 
     async def _loaded(self) -> Served:
@@ -96,7 +100,7 @@ class Service:
         def load() -> None:
             try:
                 loaded.set_result(self._load())
-            except BaseException as error:
+            except BaseException as error:  # it comes out where the thread is awaited
                 loaded.set_exception(error)
 
         threading.Thread(target=load, name="load", daemon=True).start()

@@ -91,7 +91,7 @@ async def event_stream(
         await asyncio.wait({first}, timeout=_ADMISSION_SECONDS)
         if first.done():
             first.result()
-    except BaseException:
+    except BaseException:  # also where the call is canceled: nothing may go on
         await close()
         raise
     return EventStream(_encoded(first, events, named), config, close)

@@ -272,7 +272,8 @@ class Drafting(Greedy):
 
     def programs(self):
         yield from super().programs()
-        yield from (p for p in Runner.programs(self) if p[0][0] == "speculate")
+        needed = ("speculate", "remember")
+        yield from (p for p in Runner.programs(self) if p[0][0] in needed)
 
 
 def test_padding_of_a_vocabulary_is_never_drawn():

@@ -312,3 +312,30 @@ def test_reasoning_can_be_left_out_or_in(harness):
         message = harness.run(post, model).json()["choices"][0]["message"]
         assert message.get("reasoning_content") == reasoning
         assert message["content"] == content
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": USER, "reasoning_effort": "low"}),
+        ("/v1/responses", {"input": "to be?", "reasoning": {"effort": "low"}}),
+    ],
+)
+def test_reasoning_effort_is_for_the_template(harness, path, body):
+    """As its other variables, which win; without a use for it the answer says so."""
+    engine, asks = FakeEngine(), CHATML + "{{ reasoning_effort }}"
+
+    async def test(client):
+        told = await client.post(path, json=body)
+        kwargs = {"chat_template_kwargs": {"reasoning_effort": "high"}}
+        both = await client.post(path, json={**body, **kwargs})
+        return told, both
+
+    told, both = harness.run(test, text_model(engine, template=asks))
+    ends = [TOKENIZER.decode(request.prompt)[-5:] for request in engine.seen]
+    assert ends[0].endswith("low") and ends[1].endswith("high")
+    for answer in (told, both):
+        assert answer.status_code == 200
+        assert "x-jaxscale-ignored" not in answer.headers
+    plain, _ = harness.run(test, text_model(engine))
+    assert plain.headers["x-jaxscale-ignored"] == "reasoning_effort"

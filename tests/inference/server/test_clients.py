@@ -322,6 +322,7 @@ def test_langchain(thinking, say, embeds):
     assert len(embeddings.embed_documents(TEXTS)) == 3
 
 
+@pytest.mark.filterwarnings("ignore")  # of its own models, by the pydantic it brings
 def test_litellm(thinking, say):
     litellm = pytest.importorskip("litellm")
     say("So.")

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import dataclasses
+import json
 import threading
 
 import numpy as np
@@ -13,7 +14,7 @@ from jaxscale.inference import Encoder
 from jaxscale.inference.server import ServedEncoder
 from jaxscale.models import EncoderModel, HeadConfig, encoder_preset
 from tests.inference.server.fake_engine import TOKENIZER
-from tests.inference.server.test_app import settle
+from tests.inference.server.test_app import Client, settle
 
 
 CONFIG = dataclasses.replace(encoder_preset("bert_tiny"), vocab_size=288)
@@ -193,3 +194,20 @@ def test_long_texts_can_be_cut(post):
     body = {"input": "to be " * 500, "truncate": True}
     answer = post("/v1/embeddings", body).json()
     assert answer["usage"]["prompt_tokens"] == CONFIG.max_seq_len
+
+
+def test_the_live_page_shows_an_encoder(harness, model, monkeypatch):
+    monkeypatch.setattr(model, "close", lambda: None)
+
+    async def test(client):
+        await client.post("/v1/embeddings", json={"input": TEXTS})
+        page = Client(harness.app, None, path="/live/events")
+        await settle(lambda: len(page.sent) > 2)
+        page.left.set()
+        await page.task
+        frame = json.loads(page.sent[-1]["body"].removeprefix(b"data: "))
+        assert (frame["model"], frame["slots"], frame["open"]) == ("tiny", 0, [])
+        assert frame["finished"] and frame["tokens"] >= tokens(TEXTS)
+        assert (frame["running"], frame["waiting"]) == (0, 0)
+
+    harness.run(test, model)

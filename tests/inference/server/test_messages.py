@@ -157,6 +157,9 @@ def test_choices_of_tools(harness, choice, expected):
     assert response.headers["x-jaxscale-ignored"] == "thinking"
 
 
+RESULT = {"type": "tool_result", "tool_use_id": "a"}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
@@ -166,6 +169,11 @@ def test_choices_of_tools(harness, choice, expected):
             PATH,
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "only t",
+        ),
+        (
+            PATH,
+            {"messages": [{"role": "user", "content": [{**RESULT, "content": 5}]}]},
+            "a block that is no text",
         ),
         (PATH, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "runs no tools"),
         (PATH, {"top_q": 1}, "top_q is no parameter"),

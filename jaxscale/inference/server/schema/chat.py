@@ -38,7 +38,6 @@ class Chat(GenerationBody):
         "functions",
         "modalities",
         "prediction",
-        "reasoning_effort",
         "verbosity",
     }
 
@@ -51,6 +50,9 @@ class Chat(GenerationBody):
     parallel_tool_calls: bool | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     tools: Items[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    """For the template, as ``chat_template_kwargs``; ignored by one that has no use
+    for it."""
     top_logprobs: int | None = None
     include_reasoning: bool | None = None
     """False leaves the reasoning of the model out of the answer."""

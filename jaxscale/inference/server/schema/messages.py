@@ -132,7 +132,8 @@ def _messages(where: str, message: MessagesMessage) -> list[dict[str, Any]]:
 def _text(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
-    texts = [b.get("text") if isinstance(b, dict) else None for b in content]
+    blocks = content if isinstance(content, list) else [content]
+    texts = [b.get("text") if isinstance(b, dict) else None for b in blocks]
     if not all(isinstance(text, str) for text in texts):
         raise InvalidRequest(f"{where} has a block that is no text; only text is")
     return "".join(map(str, texts))

@@ -38,6 +38,15 @@ class TextOptions(Part):
     format: TextFormat | None = None
 
 
+class ReasoningOptions(Part):
+    """Options of the reasoning."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"generate_summary", "summary"})
+
+    effort: str | None = None
+    """For the template, as ``reasoning_effort``."""
+
+
 class NamedFunctionTool(Part):
     """The tool that the model must call."""
 
@@ -57,7 +66,7 @@ class Responses(Body):
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
             *("background_options", "context_management", "include"),
-            *("max_tool_calls", "prompt_cache_options", "reasoning", "stream_options"),
+            *("max_tool_calls", "prompt_cache_options", "stream_options"),
         }
     )
 
@@ -70,6 +79,7 @@ class Responses(Body):
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    reasoning: ReasoningOptions | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
     store: bool | None = None
@@ -99,8 +109,14 @@ class Responses(Body):
     @property
     def ignored(self) -> list[str]:
         """Names of the given parameters that are ignored."""
-        inside = [] if self.text is None else self.text.ignored
-        return [*super().ignored, *(f"text.{name}" for name in inside)]
+        parts = {"text": self.text, "reasoning": self.reasoning}
+        inside = [
+            f"{name}.{each}"
+            for name, part in parts.items()
+            if part is not None
+            for each in part.ignored
+        ]
+        return [*super().ignored, *inside]
 
     def messages(self) -> list[dict[str, Any]]:
         """The messages that the request adds to a conversation.
@@ -135,6 +151,8 @@ class Responses(Body):
             fields["response_format"] = {"type": kind}
             if kind == "json_schema":
                 fields["response_format"]["json_schema"] = given
+        if self.reasoning is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
         if self.top_logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         tools = [_tool(i, tool) for i, tool in enumerate(self.tools or ())]
