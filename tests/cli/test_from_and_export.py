@@ -88,15 +88,26 @@ def tensors(directory):
     return safetensors.numpy.load_file(directory / "model.safetensors")
 
 
-def continued(directory, *, lora=None, **options):
-    """The likeliest continuation by the model of a directory, or by an adapter."""
+def continued(directory):
+    """The likeliest continuation by the model of a directory."""
+    return continuations(directory)[0].tokens
+
+
+def scores(directory, lora=None, **options):
+    """Its log-probabilities; one each for several adapters."""
+    found = continuations(directory, lora, **options)
+    return np.array([[x.logprob for x in each.logprobs] for each in found])
+
+
+def continuations(directory, lora=None, **options):
     config = EngineConfig.for_prompts([3], 4)
-    params = SamplingParams(temperature=0, max_tokens=4)
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0)
     with LLM.from_pretrained(
         directory, dtype="float32", config=config, quiet=True, **options
     ) as llm:
-        (result,) = llm.generate([[5, 6, 7]], params, lora=lora, progress=False)
-    return result.continuations[0].tokens
+        prompts = [[5, 6, 7]] * len(lora or [None])
+        results = llm.generate(prompts, params, lora=lora, progress=False)
+    return [result.continuations[0] for result in results]
 
 
 def test_weights_go_in_and_come_out(decoder, notes, command, tmp_path):
@@ -212,8 +223,10 @@ def test_adapters_are_trained_saved_and_merged(decoder, notes, command, tmp_path
     assert said[0] == said[1] and said[0][0] == 0
 
     # Beside the model that they were trained on.
-    served = {"lora": "notes", "lora_modules": {"notes": run}}
-    assert continued(decoder, **served) == continued(out) != continued(decoder)
+    served = {"lora": ["notes", None], "lora_modules": {"notes": run}}
+    found, without = scores(decoder, **served)
+    np.testing.assert_allclose(found, scores(out)[0], atol=1e-5)
+    assert np.abs(found - without).max() > 1e-4
 
     # Files that hold the same weights otherwise will do; other weights will not.
     settings = json.loads((run / "run.json").read_text())
@@ -237,14 +250,13 @@ def test_adapters_are_trained_saved_and_merged(decoder, notes, command, tmp_path
         assert code == 2 and re.search(told, err.replace("\n", " ")), err
     message = f"adapter 'notes': .* other weights than {moved} holds now"
     with pytest.raises(ValueError, match=message):
-        continued(moved, **served)
+        continuations(moved, **served)
     with pytest.raises(ValueError, match=r"use LLM\.from_pretrained"):
         LLM(load(decoder), lora_modules={"notes": run})
+    settings["config"]["lora"]["rank"] = 0
+    (run / "run.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="is of a run without adapters"):
-        whole_run = tmp_path / "all"
-        options = ["--data.paths", notes, "--steps", 1, "--output-dir", whole_run]
-        assert command("train", "--from", decoder, *SMALL, *options)[0] == 0
-        continued(decoder, lora_modules={"notes": whole_run})
+        continuations(decoder, **served)
 
 
 def test_adapters_need_weights(command, tmp_path):

@@ -77,6 +77,7 @@ def test_a_directory_with_adapters(tmp_path, monkeypatch):
 
     def text_model_of(model, tokenizer, **options):
         made.update(options, names=adapter_names(model))
+        return text_model(FakeEngine())
 
     monkeypatch.setattr(load, "text_model", text_model_of)
     monkeypatch.setattr(load.Tokenizer, "from_file", lambda path: None)
