@@ -27,6 +27,12 @@ def public_names() -> dict[str, list[str]]:
     return {n: sorted(getattr(m, "__all__", [])) for n, m in modules.items()}
 
 
+def test_dir_shows_the_public_names_of_a_package():
+    for package, names in public_names().items():
+        if package.startswith("jaxscale."):
+            assert dir(importlib.import_module(package)) == names
+
+
 def test_names_are_as_frozen():
     frozen, current = (
         {(package, name) for package, names in table.items() for name in names}

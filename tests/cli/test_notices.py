@@ -1,5 +1,6 @@
 """What commands say while they work: at once, on standard error, and of idle GPUs."""
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -54,6 +55,38 @@ def test_what_the_library_logs_is_said_once(capsys, caplog):
     assert capsys.readouterr().err == "jaxscale: tokenizing 3 documents\n"
     assert caplog.records == []
     assert (before.level, before.propagate, before.handlers) == state
+
+
+BAR = """
+import logging
+from jaxscale.cli.notices import library_notices
+from jaxscale.observability.bar import Bar
+
+with library_notices():
+    bar = Bar("train", 3)
+    bar.update(1, "loss 1")
+    logging.getLogger("jaxscale.training").warning("stopped by a signal")
+    bar.close()
+"""
+
+
+def test_a_warning_stands_above_the_bar_of_a_terminal():
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        process = subprocess.Popen(
+            [sys.executable, "-c", BAR],
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "PYTHONPATH": os.getcwd(), "TERM": "xterm"},
+        )
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := screen.read(4096):
+                shown += part
+        assert process.wait() == 0
+    # The line of the bar is cleared, takes the warning, and the bar goes on below.
+    assert b"\x1b[2Kjaxscale: stopped by a signal\r\ntrain " in shown
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,11 @@ def test_help_describes_each_setting(call):
     assert "JAXSCALE_API_KEYS" in out
 
 
+def test_a_port_that_there_is_not_is_refused(call):
+    code, _, err = call("x", "--port", "99999")
+    assert code == 2 and "port 99999, expected 0 to 65535" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

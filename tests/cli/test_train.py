@@ -98,6 +98,19 @@ def test_a_run_of_ones_own(tmp_path, monkeypatch):
         (["--steps", "3"], "the run comes first: jaxscale train RUN --steps"),
         ([*TINY, "--stepz", "3"], "Unrecognized options: --stepz, 3 .* --steps INT"),
         ([*TINY, "--steps", "few"], "--steps: invalid literal for int"),
+        (
+            [*TINY, "--lr", "1e-3"],
+            r"--lr is no option here \(did you mean --optimizer\.learning-rate\?\)",
+        ),
+        (
+            [*TINY, "--optimizer.lr=1e-3"],
+            r"--optimizer\.lr is no option .*mean --optimizer\.learning-rate\?",
+        ),
+        ([*TINY, "--batch_size", "4"], r"\(did you mean --data\.batch-size\?\)"),
+        (
+            [*TINY, "--step", "5", "--output-dir", "nowhere"],
+            "step 5 goes back to a checkpoint, and .* has none; leave it out,",
+        ),
         ([*TINY, "--steps", "0"], "steps 0 must be at least 1"),
         ([*TINY, "--steps", str(10**12)], "steps 1000000000000 must be at most"),
         ([*TINY, "--seed", str(2**70)], "seed 1180591620717411303424 must be from 0"),

@@ -18,6 +18,7 @@ from jaxscale.models.llama import llama3_8b
 from jaxscale.observability import bar as bar_module
 from jaxscale.supervision import EventLog, read_events
 from jaxscale.training.hardware import mfu, peak_flops
+from jaxscale.training.monitoring import monitor
 from jaxscale.training.monitoring.console import LineWriter, console_writer
 from jaxscale.training.monitoring.monitor import (
     JsonlWriter,
@@ -287,6 +288,19 @@ def test_progress_bar_shows_the_main_numbers(capsys):
     assert "2/2" in shown
     assert "loss 2.500" in shown
     assert "held out 2.250" in shown
+
+
+def test_a_bar_says_what_goes_on_before_the_first_numbers(monkeypatch):
+    shown = []
+    made = SimpleNamespace(update=lambda done, text: shown.append((done, text)))
+    monkeypatch.setattr(monitor, "Bar", lambda *_, **__: made)
+    bar = ProgressBar()
+    bar.note("devices: 8 x cpu")  # there is no bar yet
+    bar.start(3, 5)
+    bar.note("compile the step")
+    bar.write({"step": 4, "loss": 2.5})
+    bar.note("step 4: save")
+    assert shown == [(3, "compile the step"), (4, "loss 2.500")]
 
 
 def test_a_notebook_keeps_the_last_state_of_a_bar_as_one_line(monkeypatch):
