@@ -100,7 +100,7 @@ class Workers:
             worker = worker or self._start()
             try:
                 yield worker
-            except BaseException:
+            except BaseException:  # an interrupt too leaves it with half a question
                 _end(worker)
                 raise
             if worker.poll() is None:

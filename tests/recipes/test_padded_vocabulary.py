@@ -69,6 +69,7 @@ def test_pruned_and_exported_as_on_one_device(source, tmp_path):
         directory = tmp_path / str(tensor)
         rows, made = pruned(source, directory, tensor)
         assert rows == (V if tensor == 1 else 384)
+        assert made.tuned is not None and made.control is not None
         losses = [made.before.loss, made.after.loss, made.tuned.loss, made.control.loss]
         found[tensor] = losses, {k: np.asarray(v) for k, v in made.masks.kept.items()}
         recipes.export(directory, directory / "model")

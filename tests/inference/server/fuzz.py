@@ -15,6 +15,8 @@ import itertools
 import json
 import random
 import re
+from collections.abc import Iterator
+from typing import Any
 
 from jaxscale.inference.server import ServedEncoder, ServerConfig, create_app
 from tests.inference.server.fake_engine import TOKENIZER, FakeEngine, text_model
@@ -108,7 +110,8 @@ class Call:
         self.number, self.path, self.body = number, path, body
         self.method, self.valid = method, valid
         self.status, self.data, self.leaves = None, b"", None
-        self.key, self.coding, self.raw = KEYS[number % len(KEYS)], None, None
+        self.key, self.coding = KEYS[number % len(KEYS)], False
+        self.raw: bytes | None = None
 
     async def run(self, app):
         raw = self.raw
@@ -183,7 +186,7 @@ class Call:
                 assert f"n{self.number}x" in self.text, (*about, self.data)
 
 
-def tagged(value, tag):
+def tagged(value: Any, tag: str) -> Any:
     """A body with the tag of its call."""
     if isinstance(value, str):
         return value.replace("TAG", f"to be {tag}")
@@ -194,7 +197,7 @@ def tagged(value, tag):
     return value
 
 
-def places(value):
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every container of a body, with a key of it."""
     if isinstance(value, dict | list):
         keys = list(value) if isinstance(value, dict) else range(len(value))
