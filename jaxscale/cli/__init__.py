@@ -13,9 +13,12 @@ from jaxscale import __version__
 from jaxscale.checks import pip_install
 from jaxscale.cli.errors import RunFailed, UsageError, suggestion
 from jaxscale.cli.notices import library_notices, notice
+from jaxscale.public import listing
 
 
 __all__ = ["COMMANDS", "UsageError", "main"]
+
+__dir__ = listing(__all__)
 
 COMMANDS = {
     "quickstart": "train a small model on real text, restore, prune, serve, report",

@@ -5,7 +5,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -173,9 +173,9 @@ def _rows(records: Records) -> Iterator[Mapping[str, Any]]:
     if not isinstance(records, Mapping):
         yield from records
         return
-    names = [str(name) for name in records]
-    for row in zip(*records.values(), strict=True):
-        yield dict(zip(names, row, strict=True))
+    columns = cast(Mapping[str, Sequence[Any]], records)
+    for row in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, row, strict=True))
 
 
 def _text(
