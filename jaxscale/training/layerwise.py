@@ -74,7 +74,8 @@ def scale_by_muon_of_layers(
     `of_muon` decides which these are.
 
     The update of each layer's matrix is orthogonalized separately, and scaled to the
-    RMS of Adam's updates, 0.2, so that Adam's learning rates apply.
+    RMS of Adam's updates, 0.2, so that Adam's learning rates apply. Weights that never
+    had a gradient are not updated, so that pruned weights stay zero.
 
     Args:
         others: The transform for norms, biases, embeddings and heads.
@@ -92,7 +93,9 @@ def scale_by_muon_of_layers(
 
     muon = optax.chain(
         keep_moments(
-            contrib.scale_by_muon(weight_dimension_numbers=dimensions),
+            _only_with_momentum(
+                contrib.scale_by_muon(weight_dimension_numbers=dimensions)
+            ),
             {"mu": mu_dtype},
             memory_kind,
         ),
@@ -104,6 +107,21 @@ def scale_by_muon_of_layers(
             lambda m: "muon" if m else "others", of_muon(params)
         ),
     )
+
+
+def _only_with_momentum(
+    muon: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """Zero updates where the momentum is zero: orthogonalizing fills these in."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = muon.update(updates, state, params)
+        zeroed = jax.tree.map(
+            lambda u, m: jnp.where(m == 0, jnp.zeros_like(u), u), updates, state.mu
+        )
+        return zeroed, state
+
+    return optax.GradientTransformation(muon.init, update)
 
 
 _OUTSIDE = re.compile(
