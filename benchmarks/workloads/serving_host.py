@@ -72,8 +72,11 @@ class IdleDevice(Runner):
         self.seconds += time.thread_time() - start
         return drawn, None
 
-    def decode(self, *, bucket: int, steps: int, drafts: int) -> jax.Array:
+    def decode(
+        self, *, bucket: int, steps: int, drafts: int, adapted: bool
+    ) -> jax.Array:
         """Every live row gets a token."""
+        del drafts, adapted
         start = time.thread_time()
         out = np.full((steps, bucket, 1, 3), -1, np.int32)
         rows = self.rows[:bucket]

@@ -62,7 +62,9 @@ def test_every_block_keeps_what_the_masks_do():
         for name, size in pruning.magnitude_scores(model).items()
     }
     for mask in MASKS:
-        config = pruning.PruneConfig(pattern=mask, sparsity=0.75, tile=16)
+        config = pruning.PruneConfig(
+            pattern=mask, sparsity=0.75, tile=16, max_layer_sparsity=1.0
+        )
         masks = pruning.make_model_masks(model, scores, config)
         found = pruned_model.parts_of(model, masks)
         assert len(found) == 3

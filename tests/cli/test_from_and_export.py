@@ -248,7 +248,7 @@ def test_adapters_are_trained_saved_and_merged(decoder, notes, command, tmp_path
     for words in (["export", run, tmp_path / "wrong"], resumed):
         code, _, err = command(*words)
         assert code == 2 and re.search(told, err.replace("\n", " ")), err
-    message = f"adapter 'notes': .* other weights than {moved} holds now"
+    message = f"adapter 'notes': .* other weights than source {moved} holds"
     with pytest.raises(ValueError, match=message):
         continuations(moved, **served)
     with pytest.raises(ValueError, match=r"use LLM\.from_pretrained"):
