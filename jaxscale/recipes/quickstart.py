@@ -54,7 +54,7 @@ PROMPTS = ("def read_lines(path):", "class ", "The with statement")
 class QuickstartConfig:
     """Length and output directory of the quickstart."""
 
-    steps: int = 240
+    steps: int = 200
     """Training steps of 1,024 tokens."""
     seed: int = 0
     """Random seed of the initial parameters, the data order and sampling."""
@@ -190,7 +190,7 @@ def prune(session: Session) -> str:
     config = tuning_config(
         dense,
         steps=max(1, session.config.steps // 5),
-        learning_rate=None,
+        learning_rate=dense.optimizer.learning_rate / 5,
         mesh=dense.mesh,
         output_dir=directory,
     )
