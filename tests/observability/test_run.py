@@ -143,8 +143,8 @@ def same(run, other):
             )
 
 
-def test_many_ranks_are_read_in_seconds(tmp_path):
-    """512 ranks of 10,000 steps take 130 times as long as these."""
+def test_many_ranks_are_read_in_less_time_than_their_json_takes(tmp_path):
+    """A half of it: 512 ranks of 10,000 steps, 128 times as many, take 90 s."""
     line = {"cycle": 1, "kind": "host", "args": {}}
     lines = []
     for step in range(1, 2501):
@@ -159,6 +159,9 @@ def test_many_ranks_are_read_in_seconds(tmp_path):
         (tmp_path / f"events-{rank}.jsonl").write_text(text)
     begun = time.process_time()
     run = read_run(tmp_path)
+    seconds = time.process_time() - begun
     assert run.grid.done.shape == (16, 2500)
-    seconds = (time.process_time() - begun) * 512 * 10_000 / (16 * 2500)
-    assert seconds < 100, f"{seconds:.0f} s for 512 ranks of 10,000 steps"
+    begun = time.process_time()
+    for text_of_event in text.splitlines():
+        json.loads(text_of_event)
+    assert seconds < 16 * (time.process_time() - begun)
