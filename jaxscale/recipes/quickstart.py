@@ -55,7 +55,7 @@ class QuickstartConfig:
     """Length and output directory of the quickstart."""
 
     steps: int = 200
-    """Training steps of 1,024 tokens."""
+    """Training steps of 1,024 tokens, or more on more than four devices."""
     seed: int = 0
     """Random seed of the initial parameters, the data order and sampling."""
     output_dir: Path = Path("runs/quickstart")
@@ -351,6 +351,8 @@ def _train_config(
     """A small LLaMA on a 2 x 2 mesh of simulated devices, or on the GPUs there are."""
     tensor = 2 if num_devices >= 4 and num_devices % 2 == 0 else 1
     vocab_size = 2048
+    # A multiple of all devices, over which `restore` splits it.
+    batch_size = num_devices * math.ceil(4 / num_devices)
     return TrainConfig(
         model=DecoderConfig(
             vocab_size=vocab_size,
@@ -363,7 +365,7 @@ def _train_config(
             max_seq_len=1024,
         ),
         data=DataConfig(
-            vocab_size=vocab_size, seq_len=256, batch_size=4, seed=config.seed
+            vocab_size=vocab_size, seq_len=256, batch_size=batch_size, seed=config.seed
         ),
         # A third of the tokens that AdamW needs for the same loss.
         optimizer=OptimizerConfig(
