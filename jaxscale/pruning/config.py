@@ -82,7 +82,8 @@ class PruneConfig:
     with ``scope="global"``."""
     dense: tuple[str, ...] = ()
     """Layers to leave dense: names such as `blocks.mlp.up`, `blocks.mlp.up.0` for the
-    first of a stack, or patterns such as ``*.down``. Heads and embeddings are always dense."""
+    first of a stack, or patterns such as ``*.down``. Heads and embeddings are always
+    dense."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.sparsity, Real) or not 0 <= self.sparsity < 1:
