@@ -73,7 +73,7 @@ def test_both_models_are_served(finished):
         colors = set(re.findall(r"fill='(hsl[^']*)'", drawing))
         slots = set(re.findall(r"slot (\d)", drawing))
         assert len(colors) == serve_trained.REQUESTS and len(slots) == 8
-    assert "alone (ms)" in page
+    assert "first request, unloaded (ms)" in page
 
 
 def test_slots_are_drawn_to_scale():
