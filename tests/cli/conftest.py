@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxscale import cli
+from jaxscale import __version__, cli
 
 
 @pytest.fixture
@@ -20,6 +20,11 @@ def command(capfd):
         return code, _in_a_line(out), _in_a_line(err)
 
     return call
+
+
+def loading(name):
+    """The first line that a command prints, on standard error."""
+    return f"jaxscale: {name}, by jaxscale {__version__}: loading its libraries "
 
 
 def _in_a_line(text):
