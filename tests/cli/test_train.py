@@ -335,7 +335,7 @@ def test_a_run_that_diverged_has_an_exit_code_of_its_own(
     monkeypatch.setattr(train, "fit", fit)
     options = [*TINY, "--data.paths", text, "--output-dir", tmp_path / "run"]
     code, out, err = call(*options)
-    assert code == 3 and "documents of" in err
+    assert code == 3 and "documents of" in out
     assert err.strip().endswith("jaxscale: updates 2 to 11 of 60 were skipped")
     # Nothing was saved: the corrected command finds the directory free.
     monkeypatch.setattr(train, "fit", lambda *_, **__: pytest.exit("reached"))
