@@ -292,7 +292,7 @@ def test_a_directory_is_free_or_resumed_or_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"step 500 must be .* that --resume continues"
     ):
-        check(tmp_path / "new", dataclasses.replace(RUN, step=500), resume=False)
+        check(run, dataclasses.replace(RUN, step=500), resume=False)
     save(run, 1500)
     check(run, dataclasses.replace(RUN, step=500), resume=True)
     with pytest.raises(ValueError, match=r"steps 1000, but .* has done 1500 already"):
