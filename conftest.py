@@ -58,6 +58,15 @@ def asks_for_gpus(config: pytest.Config) -> bool:
     return "gpu" in selected and "not gpu" not in selected
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--exhaustive``."""
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run also the cases that `tests.tiers` marks as exhaustive",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keep to the CPU, also where there are GPUs, unless GPU tests are asked for.
 
@@ -89,7 +98,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Skip the tests whose GPUs this machine lacks."""
+    """Skip the tests whose GPUs this machine lacks; leave out exhaustive cases."""
+    if not config.option.exhaustive:
+        more = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=more)
+        left = set(more)
+        items[:] = [item for item in items if item not in left]
     needs = {"gpu": 1, "multigpu": 2}
     found = sum(d.platform == "gpu" for d in jax.devices())
     for item in items:

@@ -12,6 +12,7 @@ from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.models import load
 from tests.inference.conftest import Greedy
 from tests.models.test_hf import MODELS, expected, forward, padded
+from tests.tiers import first
 
 
 # Gemma 1 has nothing that Gemma 2 lacks; its logits through pages are in `test_hf`.
@@ -33,7 +34,9 @@ SIZES = SchedulerConfig(
 )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", first(FAMILIES, "gemma3", "gpt2", "gptj", "llama3_gqa")
+)
 def test_tokens_are_those_of_the_family(name):
     """Prompts in chunks, side by side, then token by token."""
     ids, logits = expected(name)

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxscale.inference import SamplingParams, generate
 from jaxscale.models import Decoder, preset
 from jaxscale.sharding import MeshConfig, create, fsdp_tp, make_mesh
+from tests.tiers import exhaustive
 
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -77,7 +78,7 @@ def test_sampling_is_a_function_of_the_seed(llama):
     assert run(1)[:2] == first[1:]
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("kind", ["auto", *exhaustive("explicit")])
 def test_a_sharded_model_generates_the_same_tokens(llama, kind):
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2, axis_type=kind))
     rules = fsdp_tp()

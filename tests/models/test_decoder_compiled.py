@@ -18,6 +18,7 @@ from jaxscale.training.gradients import accumulated
 from jaxscale.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from jaxscale.training.step import TrainState, make_train_step, next_token_loss
 from tests.compiled import compile_for_h200
+from tests.tiers import exhaustive
 from tests.training.toy import Batch
 
 
@@ -155,7 +156,9 @@ def of_weights(found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("remat", "again"), [("attention", 0), ("full", 2)])
+@pytest.mark.parametrize(
+    ("remat", "again"), [("attention", 0), *exhaustive(("full", 2))]
+)
 def test_a_training_step_of_whole_rows_stores_no_scores(remat, again):
     """2,000 tokens, no multiple of a tile; layers with a window and without."""
     found = compile_for_h200(whole_rows, remat)
@@ -170,7 +173,7 @@ def test_a_training_step_of_whole_rows_stores_no_scores(remat, again):
     assert re.findall(tables, found.hlo) == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # training takes its kernels, too
 @pytest.mark.parametrize(
     ("tensor_parallel", "kernels", "collectives"),
     [

@@ -16,6 +16,7 @@ from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.tile_sparse_matmul import TileSparse, tile_sparse_matmul
 from pallas_kernels.varlen_attention import varlen_attention
 from tests.lowering import CUSTOM_CALL
+from tests.tiers import exhaustive
 
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -108,7 +109,7 @@ def shaped(shapes, mesh, x_spec, w_spec):
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("kind", [EXPLICIT, *exhaustive(AUTO)])
 def test_on_a_mesh_of_one_device_kernels_run_as_without_one(op, kind, shapes):
     mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(kind, kind))
     args = shaped(shapes, mesh, ROWS, COLUMNS)

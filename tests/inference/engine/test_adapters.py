@@ -12,6 +12,7 @@ from jaxscale.models.adapters import adapter_of, with_adapters
 from jaxscale.sharding import make_mesh
 from tests.inference.conftest import LLAMA, SIZES, Greedy, Served
 from tests.models.test_adapters import trained
+from tests.tiers import exhaustive
 
 
 RNG = np.random.default_rng(0)
@@ -48,7 +49,7 @@ def without_logprobs(name):
     return {"logprobs": None} if name == "split" else {}
 
 
-@pytest.mark.parametrize("name", ["served", "split"])
+@pytest.mark.parametrize("name", ["served", *exhaustive("split")])
 def test_tokens_are_those_of_merged_weights(name, request):
     """Of prompts that are alike, in chunks and together, and of others that join."""
     served = request.getfixturevalue(name)

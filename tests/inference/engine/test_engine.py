@@ -20,6 +20,7 @@ from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.request import EngineDead, joined
 from jaxscale.models import Tokenizer
 from tests.inference.conftest import SIZES
+from tests.tiers import exhaustive
 
 
 RNG = np.random.default_rng(0)
@@ -33,7 +34,7 @@ PROMPTS = {"short": prompt(3), "page": prompt(8), "long": prompt(37), "one": pro
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "fp8", "gpt2", "two_devices", "four_devices"]
+    "name", ["llama", "fp8", "four_devices", *exhaustive("gpt2", "two_devices")]
 )
 def test_tokens_are_those_of_the_whole_model(name, request):
     """Prompts in chunks and together, in pages that hold NaN until they are written."""

@@ -9,6 +9,7 @@ from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.models import preset
 from tests.compiled import compile_for_h200
 from tests.inference.engine.compiled_decode import DRAFTS, MIB, check, pool, program
+from tests.tiers import exhaustive
 
 
 pytestmark = pytest.mark.skipif(
@@ -16,14 +17,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("products", ["cublas", "triton"])
 @pytest.mark.parametrize(
-    ("name", "bucket", "count"),
+    ("name", "bucket", "count", "products"),
     [
-        ("llama2_7b", 2, 1),
-        ("llama3_8b", 32, 1),
-        ("llama3_8b", 2, 4),
-        ("llama3_8b", 128, 4),
+        ("llama3_8b", 32, 1, "triton"),
+        ("llama3_8b", 128, 4, "cublas"),
+        *exhaustive(
+            ("llama2_7b", 2, 1, "cublas"),
+            ("llama2_7b", 2, 1, "triton"),
+            ("llama3_8b", 2, 4, "cublas"),
+            ("llama3_8b", 2, 4, "triton"),
+            ("llama3_8b", 32, 1, "cublas"),
+            ("llama3_8b", 128, 4, "triton"),
+        ),
     ],
 )
 def test_decoding_copies_neither_weights_nor_pages(name, bucket, count, products):
@@ -36,7 +42,9 @@ def test_decoding_copies_neither_weights_nor_pages(name, bucket, count, products
         assert found.temporaries < 36 * MIB + 2 * logits
 
 
-@pytest.mark.parametrize("key", [["decode", 32, 4], ["prefill", 2048, 18432, False]])
+@pytest.mark.parametrize(
+    "key", [["decode", 32, 4], *exhaustive(["prefill", 2048, 18432, False])]
+)
 def test_pages_in_fp8_stay_where_they_are(key):
     found = compile_for_h200(program, "llama3_8b", 1024, key, True)
     size = pool("llama3_8b", 512, 1)  # of twice as many
@@ -49,7 +57,7 @@ def test_pages_in_fp8_stay_where_they_are(key):
         assert not found.kernels[0].spilled
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [4, *exhaustive(1)])
 def test_drafts_copy_nothing_either(count):
     found = compile_for_h200(
         program, "llama3_8b", 512, ["speculate", 8, 4], count=count
@@ -70,10 +78,12 @@ def test_drafts_copy_nothing_either(count):
     ("weights", "key", "count"),
     [
         ("int8", ["decode", 2, 4], 1),
-        ("fp8", ["decode", 32, 4], 1),
-        ("int8", ["decode", 128, 1], 1),
         ("fp8", ["decode", 2, 4], 4),
-        ("int8", ["prefill", 2048, 18432, False], 1),
+        *exhaustive(
+            ("fp8", ["decode", 32, 4], 1),
+            ("int8", ["decode", 128, 1], 1),
+            ("int8", ["prefill", 2048, 18432, False], 1),
+        ),
     ],
 )
 def test_weights_of_8_bits_are_read_as_they_are(weights, key, count):
@@ -99,6 +109,7 @@ def test_weights_of_8_bits_are_read_as_they_are(weights, key, count):
         assert found.count("all-gather") == 1
 
 
+@pytest.mark.exhaustive
 def test_memory_does_not_grow_with_the_pool():
     sizes = [
         compile_for_h200(program, "llama3_8b", pages, ["decode", 32, 4]).temporaries
@@ -107,7 +118,9 @@ def test_memory_does_not_grow_with_the_pool():
     assert abs(sizes[1] - sizes[0]) < MIB
 
 
-@pytest.mark.parametrize("key", [["forward", 32], ["prefill", 2048, 18432, False]])
+@pytest.mark.parametrize(
+    "key", [["prefill", 2048, 18432, False], *exhaustive(["forward", 32])]
+)
 def test_prompts_and_logits(key):
     found = compile_for_h200(program, "llama3_8b", 512, key)
     assert found.aliased >= pool("llama3_8b", 512, 1)
@@ -138,7 +151,7 @@ def test_the_estimate_of_memory_is_above_what_programs_need():
     ("key", "weights"),
     [
         (["speculate", 8, 4], None),
-        (["decode", 2, 4], "fp8"),
+        *exhaustive((["decode", 2, 4], "fp8")),
     ],
 )
 def test_sums_without_a_barrier_stay_in_their_memory(key, weights):
@@ -157,17 +170,17 @@ def test_sums_without_a_barrier_stay_in_their_memory(key, weights):
     assert found.count("all-reduce") == found.count("all-gather") == 1
 
 
-def test_sums_of_ours_do_not_end_a_graph():
+@pytest.mark.parametrize(
+    ("sums", "graphs"),
+    [
+        ("low_latency", 2),  # the layers, and sampling
+        *exhaustive(("xla", 2 * 2 + 1)),
+    ],
+)
+def test_sums_of_ours_do_not_end_a_graph(sums, graphs):
     """XLA's do: a step is started by the host in pieces, two for each layer."""
-    key = ["decode", 2, 4]
-    graphs = {}
-    for sums in ("xla", "low_latency"):
-        found = compile_for_h200(
-            program, "llama3_8b", 512, key, False, 128, None, sums, count=4
-        )
-        starts = [thunk.strip().split()[0] for thunk in found.thunks]
-        first = starts.index("kWhile")
-        graphs[sums] = starts[first:].count("kCommandBuffer")
-    layers = 2
-    assert graphs["xla"] == 2 * layers + 1
-    assert graphs["low_latency"] == 2  # the layers, and sampling
+    found = compile_for_h200(
+        program, "llama3_8b", 512, ["decode", 2, 4], False, 128, None, sums, count=4
+    )
+    starts = [thunk.strip().split()[0] for thunk in found.thunks]
+    assert starts[starts.index("kWhile") :].count("kCommandBuffer") == graphs

@@ -24,6 +24,7 @@ from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.varlen_attention import varlen_attention
 from tests.interpreter import interpret_mosaic_gpu
 from tests.lowering import lower_for_cuda
+from tests.tiers import exhaustive
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -328,7 +329,7 @@ def test_the_choice_for_gradients_is_kept_in_a_loop_over_layers(
         assert installed
 
 
-@pytest.mark.parametrize("rows", ["whole", "alike", "different"])
+@pytest.mark.parametrize("rows", ["alike", "different", *exhaustive("whole")])
 def test_schedules_are_constants_where_all_devices_have_the_same(rows):
     mesh = jax.make_mesh((2, 2), ("d", "t"), (jax.sharding.AxisType.Explicit,) * 2)
     where = jax.sharding.NamedSharding(mesh, jax.P("d", None, "t"))

@@ -35,6 +35,7 @@ from tests.pallas_kernels.collective_matmul.cases import (
     make_mesh,
     normal,
 )
+from tests.tiers import exhaustive
 
 
 BF16 = jnp.bfloat16
@@ -132,7 +133,7 @@ def test_dispatch_to_xla_costs_nothing(name):
     assert work(split(name, mesh)) == work(plain(name, mesh)) != []
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, *exhaustive(False)])
 @pytest.mark.parametrize("name", OPS)
 def test_the_order_of_devices_decides_when_a_function_is_lowered(name, check_vma, said):
     shapes = shape(8192, 512), shape(512, 1024)
@@ -329,9 +330,9 @@ def stack(mesh, check_vma, wrap=lambda layer: layer, **options):
 @pytest.mark.parametrize(
     ("check_vma", "saved", "kernels"),
     [
-        (True, None, 5),  # three forward; backward one for each of the first two ops
-        (False, None, 5),
-        (True, ["all_gather_matmul_out"], 6),  # and gathers again
+        (True, ["all_gather_matmul_out"], 6),
+        # Three forward; backward one for each of the first two ops, nothing again.
+        *exhaustive((True, None, 5), (False, None, 5)),
     ],
 )
 def test_kernels_of_a_stack_with_gradients(check_vma, saved, kernels):

@@ -21,6 +21,7 @@ from pallas_kernels.scaled_matmul import quantize_fp8
 from tests.compiled import compile_for_h200
 from tests.interpreter import cpu_mesh, interpret_mosaic_gpu
 from tests.lowering import lower_for_cuda
+from tests.tiers import exhaustive
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -110,7 +111,7 @@ def assert_close(ys, wants):
 
 
 @pytest.mark.parametrize("types", [(E4M3, E4M3), (E5M2, E4M3)])
-@pytest.mark.parametrize("axis", [None, -1])
+@pytest.mark.parametrize("axis", [-1, *exhaustive(None)])
 def test_xla_equals_the_reference(types, axis):
     mesh = jax.make_mesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
     assert_close(*gather(mesh, (2,), 8, (12, 20), 24, types, axis))

@@ -14,6 +14,7 @@ from pallas_kernels.matmul.config import Problem, candidates, heuristic
 from pallas_kernels.mosaic import H200, snake_order, use_device
 from tests.interpreter import interpret_mosaic_gpu
 from tests.lowering import lower_for_cuda
+from tests.tiers import exhaustive
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -107,7 +108,7 @@ def test_gradients_run_the_kernel_under_shard_map_and_vmap():
 @pytest.mark.parametrize(
     "shape", [(4096, 4096, 4096), (512, 6144, 4096), (2048, 2560, 8192)]
 )
-@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, *exhaustive(jnp.float32)])
 def test_every_candidate_of_the_tuner_lowers(shape, out_dtype):
     m, n, k = shape
     problem = Problem(m=m, n=n, k=k, dtype=BF16, out_dtype=jnp.dtype(out_dtype))
@@ -133,9 +134,21 @@ def test_wide_tiles_are_chosen_where_they_save_a_wave():
     assert tile(2048, 2048) == tile(8192, 8192) == 256
 
 
-@pytest.mark.parametrize("cluster", ["none", "m", "n"])
 @pytest.mark.parametrize(
-    "storage", [{}, {"lhs_transposed": True}, {"rhs_transposed": True}]
+    ("storage", "cluster"),
+    [
+        ({}, "n"),
+        ({"lhs_transposed": True}, "m"),
+        ({"rhs_transposed": True}, "none"),
+        *exhaustive(
+            ({}, "none"),
+            ({}, "m"),
+            ({"lhs_transposed": True}, "none"),
+            ({"lhs_transposed": True}, "n"),
+            ({"rhs_transposed": True}, "m"),
+            ({"rhs_transposed": True}, "n"),
+        ),
+    ],
 )
 def test_wide_tiles_lower(storage, cluster):
     m, n, k = 1024, 2624, 512

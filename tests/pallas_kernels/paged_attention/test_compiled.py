@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.specs import SPECS
 from tests.compiled import compile_for_h200
+from tests.tiers import exhaustive
 
 
 P = jax.sharding.PartitionSpec
@@ -116,12 +117,14 @@ def pool_bytes(name, count):
 @pytest.mark.parametrize(
     "name",
     [
-        "llama3_8b_b32_c4096",
-        "gpt2_b32_c264",
-        "gptj_6b_b8_c1024",
         "llama3_8b_drafts3_b32_c4096",
-        "llama3_8b_window4096_b8_c32768",
         "llama3_8b_fp8_b32_c4096",
+        *exhaustive(
+            "llama3_8b_b32_c4096",
+            "gpt2_b32_c264",
+            "gptj_6b_b8_c1024",
+            "llama3_8b_window4096_b8_c32768",
+        ),
     ],
 )
 def test_a_step_spills_nothing_and_copies_nothing(name):
@@ -133,7 +136,7 @@ def test_a_step_spills_nothing_and_copies_nothing(name):
 
 
 @pytest.mark.parametrize(
-    ("form", "count"), [("scanned", 1), ("unrolled", 1), ("scanned", 4)]
+    ("form", "count"), [("scanned", 4), *exhaustive(("scanned", 1), ("unrolled", 1))]
 )
 def test_the_pool_stays_where_it_is(form, count):
     """Under loops over layers and steps, and where devices share the heads."""

@@ -18,6 +18,7 @@ from pallas_kernels.varlen_attention import (
     varlen_attention,
     varlen_attention_segment_ids,
 )
+from tests.tiers import exhaustive
 
 
 CONFIG = XlaConfig(block_q=16, block_k=16)
@@ -131,7 +132,7 @@ def test_vmap_over_one_argument():
         np.testing.assert_allclose(other[row], one, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("kv_heads", [4, *exhaustive(1)])
 def test_shard_map_over_heads_and_data(kv_heads):
     expected, arguments = expected_gradients(4, kv_heads)
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)

@@ -26,6 +26,7 @@ from tests.lowering import lower_for_cuda
 from tests.pallas_kernels.varlen_attention import stand_ins  # noqa: F401
 from tests.pallas_kernels.varlen_attention.test_mosaic_gpu_gpu import poison
 from tests.test_compiled import on_one
+from tests.tiers import exhaustive, first
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -165,7 +166,9 @@ def assert_close(actual, call):
             assert not np.any(np.asarray(grad, np.float32)[~call.inside]), name
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", first(CASES, "few tokens", "v3", "window, query terms", "softcap")
+)
 def test_interpreted(name):
     call = make(name)
     bad = call.poisoned()
@@ -204,12 +207,14 @@ def test_blocks_of_two_warpgroups_are_refused():
 @pytest.mark.parametrize(
     ("change", "kernels"),
     [
-        ({}, 2),
-        ({"head_dim": 128, "terms": BOTH[:1]}, 1),
-        ({"alibi": True}, 1),
         ({"max_seqs": 1024}, 1),
+        *exhaustive(
+            ({}, 2),
+            ({"head_dim": 128, "terms": BOTH[:1]}, 1),
+            ({"alibi": True}, 1),
+        ),
     ],
-    ids=["served", "head dim", "alibi", "sequences"],
+    ids=["sequences", "served", "head dim", "alibi"],
 )
 def test_what_the_kernel_does_not_take_is_left_to_xla(change, kernels):
     run, arguments = deberta(**change)
@@ -270,8 +275,11 @@ def program(devices, options):
 @pytest.mark.skipif(sys.platform != "linux", reason="the plugin is for Linux")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dtype": "float16", "kv_heads": 4, "softcap": 30.0, "window": (100, 20)}],
-    ids=["deberta", "all options"],
+    [
+        {"dtype": "float16", "kv_heads": 4, "softcap": 30.0, "window": (100, 20)},
+        *exhaustive({}),
+    ],
+    ids=["all options", "deberta"],
 )
 def test_nothing_is_spilled_and_no_terms_are_copied(options):
     found = compile_for_h200(program, options)

@@ -23,6 +23,7 @@ from pallas_kernels.varlen_attention import (
 )
 from pallas_kernels.varlen_attention.relative import tile_bias, tile_gradient
 from tests.pallas_kernels.varlen_attention import cases
+from tests.tiers import exhaustive
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -406,7 +407,7 @@ def test_vmap_and_remat():
     assert_trees_close(gradients_of(again)(batch(2), CU_SEQLENS), expected)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("kv_heads", [4, *exhaustive(1)])
 def test_shard_map_over_heads_and_data(kv_heads):
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     specs = dict.fromkeys(batch(kv_heads), P("data", None, "tensor"))
@@ -422,7 +423,7 @@ def test_shard_map_over_heads_and_data(kv_heads):
     assert_trees_close(actual, row_by_row(kv_heads))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, *exhaustive(AxisType.Explicit)])
 def test_compiler_partitioned(axis_type):
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(axis_type,) * 2)
     with jax.set_mesh(mesh):
