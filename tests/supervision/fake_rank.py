@@ -4,7 +4,8 @@
 
 Each fault, ``kind:rank:step``, happens once, or with ``kind!`` at every start.
 At step -2 it happens in the second start, before that restores.
-``slow:rank:0`` or ``slow:host:0`` is slow all the time.
+``slow:rank:0`` or ``slow:host:0`` is slow all the time; in another step than 0 it waits,
+in that step, until it is asked to stop.
 """
 
 import contextlib
@@ -55,7 +56,7 @@ def main(directory, steps, *faults):
             loss = strike(faults, out, rank, step, batch, events)
             while not (at := places(meeting, count)) or min(at) < step - 1:
                 time.sleep(0.002)
-            seconds = work(faults, rank)
+            seconds = work(faults, rank, step, stopped)
             if "slow" in "".join(faults):  # a step this short says nothing otherwise
                 measure = {"computing": seconds, "waiting": 0.0}
                 events.emit("profile", step, kind="device", **measure)
@@ -93,13 +94,15 @@ def places(meeting, count):
     return None
 
 
-def work(faults, rank):
+def work(faults, rank, step, stopped):
     """A step of work, which takes ten times as long where it is slow; its seconds."""
     words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")
     places = [str(rank), words[-2]]  # the name of this host
-    slow = any(f.split(":")[:2] == ["slow", at] for f in faults for at in places)
+    slow = [f for f in faults for at in places if f.split(":")[:2] == ["slow", at]]
     begun = time.monotonic()
     time.sleep(10 * SECONDS if slow else SECONDS)
+    while slow and slow[0].endswith(f":{step}") and not stopped:
+        time.sleep(SECONDS)
     return time.monotonic() - begun
 
 

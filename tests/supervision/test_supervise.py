@@ -38,9 +38,9 @@ def config(**options):
     )
 
 
-def command(out, *faults):
+def command(out, *faults, steps=STEPS):
     module = "tests.supervision.fake_rank"
-    return [sys.executable, "-m", module, str(out), str(STEPS), *faults]
+    return [sys.executable, "-m", module, str(out), str(steps), *faults]
 
 
 @pytest.fixture
@@ -420,21 +420,23 @@ def test_a_slow_host_is_left_out_where_that_is_asked_for(tmp_path, excludes):
     check = tmp_path / "check.sh"
     check.touch()
     options = [*two_hosts(check), *(["--exclude-slow"] if excludes else [])]
-    job = driver(tmp_path, "slow:b:0", options=options)
+    # Steps are short, and host c may take long to come: a late one waits for it.
+    late, steps = STEPS * excludes, 2 * STEPS
+    job = driver(tmp_path, f"slow:b:{late}", options=options, steps=steps)
     executor(tmp_path, "a")
     executor(tmp_path, "b")
     reach(tmp_path, 2)
     executor(tmp_path, "c")
     assert job.wait(60) == 0
-    assert losses(tmp_path) == unbroken(STEPS)
+    assert losses(tmp_path) == unbroken(steps)
     said = (tmp_path / "driver.txt").read_text()
     assert "slow: rank 1 on b takes" in said
     assert ("host b is not used any more: it is slow" in said) == excludes
     assert ("cycle 2: 2 ranks on a, c" in said) == excludes
     if excludes:  # the ranks have saved: no step was computed again
         events = read_events(tmp_path / "events-0.jsonl")
-        steps = [e["step"] for e in events if e["name"] == "begin"]
-        assert steps == list(range(1, STEPS + 1))
+        begun = [e["step"] for e in events if e["name"] == "begin"]
+        assert begun == list(range(1, steps + 1))
     nothing_runs(tmp_path)
 
 
@@ -523,11 +525,11 @@ def child(words, log=None):
     return process
 
 
-def driver(out, *faults, options=("--processes", "2"), idle_cycles=1):
+def driver(out, *faults, options=("--processes", "2"), idle_cycles=1, steps=STEPS):
     """The driver as a process of its own."""
     words = [sys.executable, "-m", "jaxscale", "supervise", "--output-dir", str(out)]
     words += [*options, "--backoff", "0.1", "--idle-cycles", f"{idle_cycles}"]
-    words += ["--deadlines.host", "3", "--", *command(out, *faults)]
+    words += ["--deadlines.host", "3", "--", *command(out, *faults, steps=steps)]
     with (out / "driver.txt").open("a") as log:
         return child(words, log)
 
