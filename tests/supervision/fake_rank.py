@@ -4,8 +4,8 @@
 
 Each fault, ``kind:rank:step``, happens once, or with ``kind!`` at every start.
 At step -2 it happens in the second start, before that restores.
-``slow:rank:0`` or ``slow:host:0`` is slow all the time; in another step than 0 it waits,
-in that step, until it is asked to stop.
+``slow:rank:0`` or ``slow:host:0`` is slow all the time. With another step than 0 it
+waits in that step until it is asked to stop.
 """
 
 import contextlib
