@@ -30,6 +30,7 @@ from pallas_kernels.collective_matmul import CollectiveConfig
 from pallas_kernels.mosaic import H200, use_device
 from tests.interpreter import interpret_mosaic_gpu
 from tests.pallas_kernels.fp8_operands import stand_ins  # noqa: F401
+from tests.tiers import exhaustive
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -209,10 +210,12 @@ def value_and_grads(params, x, **options):
 @pytest.mark.parametrize(
     ("sizes", "kind", "rules", "tensor_parallel", "quantization"),
     [
-        ({"data": 2, "tensor": 4}, "auto", fsdp_tp(), None, "fp8"),
         ({"fsdp": 2, "tensor": 2}, "auto", fsdp_tp(), "fused", "fp8"),
         ({"fsdp": 2, "tensor": 2}, "explicit", fsdp_tp(), "xla", "fp8_tensorwise"),
-        ({"data": 2, "fsdp": 2}, "auto", fsdp(), None, "fp8_tensorwise"),
+        *exhaustive(
+            ({"data": 2, "tensor": 4}, "auto", fsdp_tp(), None, "fp8"),
+            ({"data": 2, "fsdp": 2}, "auto", fsdp(), None, "fp8_tensorwise"),
+        ),
         # Tokens stay whole, so sums go to every device.
         (
             {"data": 2, "tensor": 2},
@@ -352,7 +355,7 @@ def test_kernels_that_round_give_what_xla_gives(quantization, product, monkeypat
 
 
 @pytest.mark.slow
-@BOTH
+@pytest.mark.parametrize("quantization", ["fp8", *exhaustive("fp8_tensorwise")])
 def test_kernels_that_communicate_give_what_xla_gives(quantization, monkeypatch):
     """Forward and backward, of layers that share a gather and of some in one sum."""
     # Devices meet at interpreted kernels, in no order with sums over devices of XLA.

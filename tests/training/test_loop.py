@@ -47,6 +47,7 @@ from jaxscale.training.monitoring.monitor import Writer
 from jaxscale.training.optimizer import OptimizerConfig
 from jaxscale.training.run import from_dict
 from jaxscale.training.step import next_token_loss
+from tests.tiers import exhaustive
 from tests.training.checkpoint.damage import READS_GO_ON
 from tests.training.checkpoint.test_digest import broken_on
 
@@ -358,7 +359,10 @@ def test_no_evaluation_is_lost_to_a_signal(tmp_path):
 
 @pytest.mark.parametrize(
     ("rules", "mesh"),
-    [("fsdp", MeshConfig(fsdp=4)), ("fsdp_tp", MeshConfig(fsdp=2, tensor=2))],
+    [
+        ("fsdp_tp", MeshConfig(fsdp=2, tensor=2)),
+        *exhaustive(("fsdp", MeshConfig(fsdp=4))),
+    ],
 )
 def test_restores_on_another_mesh_with_the_same_loss(unbroken, rules, mesh):
     config, result, _ = unbroken

@@ -12,6 +12,7 @@ import pytest
 
 from jaxscale.sharding import MeshConfig
 from tests.fixtures.make_checkpoint import CONFIG, run
+from tests.tiers import exhaustive
 
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "checkpoint"
@@ -22,11 +23,13 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"mesh": MeshConfig(pipe=2, tensor=2), "chunks": 2, "microbatches": 2},
         {"mesh": MeshConfig(pipe=4), "microbatches": 4, "scan_layers": True},
+        *exhaustive(
+            {},
+            {"mesh": MeshConfig(pipe=2, tensor=2), "chunks": 2, "microbatches": 2},
+        ),
     ],
-    ids=["as_before", "interleaved", "uneven_stages"],
+    ids=["uneven_stages", "as_before", "interleaved"],
 )
 def test_its_losses_go_on(options, tmp_path):
     shutil.copytree(FIXTURE / "3", tmp_path / "checkpoints" / "3")

@@ -124,7 +124,7 @@ def test_memory_is_counted(options, gigabytes):
     assert found == pytest.approx(gigabytes, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="the compiler's plugin is for it")
 def test_what_was_compiled_is_what_is_compiled_now():
     """A stored row, which takes a third more with its table or gradients turned."""
