@@ -180,9 +180,6 @@ _FLOATING = ("bfloat16", "float16", "float32", "float64")
 def check_floating(**dtypes: Any) -> None:
     """Refuses types that an op would truncate, or whose gradients would be zero.
 
-    Args:
-        **dtypes: type of each argument, by its name.
-
     Raises:
         ValueError: a type is none of bfloat16, float16, float32 and float64.
 

@@ -39,10 +39,6 @@ def current_mesh(arrays: Sequence[jax.Array]) -> AbstractMesh:
 def check_local(op_name: str, *arrays: jax.Array | None) -> None:
     """Refuses arrays that may be split over devices.
 
-    Args:
-        op_name: name of the op, for messages.
-        *arrays: all operands; None for one that is not given.
-
     Raises:
         Unsupported: the compiler may split them over several devices.
     """

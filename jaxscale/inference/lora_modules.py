@@ -24,9 +24,6 @@ output directories of runs that have trained one."""
 def parse_lora_modules(words: Sequence[str]) -> dict[str, str]:
     """Adapters as the command line has them.
 
-    Args:
-        words: Each of the form ``NAME=DIR``.
-
     Raises:
         ValueError: one is not, or two have a name.
 

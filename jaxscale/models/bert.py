@@ -269,12 +269,7 @@ def masked_lm_tensors(
 
 
 def label_tensors(head: HeadConfig, pooler: str) -> list[TensorMap]:
-    """The tensors of the other heads.
-
-    Args:
-        head: The layers.
-        pooler: Name of the projection of the vector of a sequence.
-    """
+    """The tensors of the other heads."""
     before = linear(pooler, "head.transform") if head.pools else []
     if head.kind == "pooler":
         return before

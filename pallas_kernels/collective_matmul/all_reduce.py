@@ -244,11 +244,6 @@ def low_latency_all_reduce(
 def was_faster(elements: int, devices: int, device: DeviceSpec) -> bool:
     """Whether decode steps were measured to be faster than with XLA's all-reduce.
 
-    Args:
-        elements: elements of the array.
-        devices: size of the mesh axis.
-        device: the GPU.
-
     Example:
         >>> from pallas_kernels.mosaic import H200
         >>> was_faster(4096, 2, H200)

@@ -265,11 +265,6 @@ def heuristic[C: MatmulConfig](
 ) -> C:
     """The config of a problem that was never tuned.
 
-    Args:
-        problem: what to compute.
-        device: number of multiprocessors.
-        tiles: configs to choose from.
-
     Returns:
         The tile of least estimated time, in clusters of two where the tiles pair up.
 

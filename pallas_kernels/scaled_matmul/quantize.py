@@ -18,9 +18,6 @@ mantissa."""
 def check_fp8(**dtypes: DTypeLike) -> None:
     """Refuses types other than the fp8 types of the tensor cores.
 
-    Args:
-        **dtypes: type of each argument, by its name.
-
     Raises:
         ValueError: a type is none of `FP8_DTYPES`.
     """

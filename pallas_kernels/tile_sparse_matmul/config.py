@@ -265,10 +265,6 @@ def _fits(problem: Problem, block_tokens: int) -> bool:
 def heuristic(problem: Problem, device: DeviceSpec) -> TileSparseConfig:
     """The config of a problem that was never tuned.
 
-    Args:
-        problem: what to compute.
-        device: number of multiprocessors.
-
     Returns:
         The largest block that keeps the multiprocessors busy; for few tokens, the rows
         of a tile are split over multiprocessors. No clusters: in first trials on an

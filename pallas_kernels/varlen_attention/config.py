@@ -236,11 +236,6 @@ def forward_blocks(
 ) -> ForwardBlocks:
     """The forward blocks of a problem that was never tuned.
 
-    Args:
-        problem: what to compute.
-        device: the GPU.
-        alibi: whether scores depend on slopes, which takes registers.
-
     Returns:
         Tiles of 128 queries, with head dim 64 of 192 without ALiBi; of 64, if the
         sequences are so short on average (token budget over maximum number of
@@ -267,13 +262,6 @@ def backward_blocks(
     problem: Problem, device: DeviceSpec, alibi: bool = False, relative: bool = False
 ) -> BackwardBlocks:
     """The backward blocks of a problem that was never tuned.
-
-    Args:
-        problem: what to compute.
-        device: the GPU.
-        alibi: whether scores depend on slopes, which have gradients too.
-        relative: whether there is a relative bias, which only the kernel for short
-            sequences supports.
 
     Returns:
         The tiles for the head dim, with a block per query head for long sequences. For
