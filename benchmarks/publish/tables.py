@@ -21,8 +21,10 @@ results says so instead of failing, with ``pending=hidden`` it is not there. A p
 block ``<!-- plot:matmul -->``, and ``<!-- table:headlines -->`` is the table of
 `benchmarks.publish.headlines`. What a table was made by (commands, commits, versions)
 is folded away under it. ``table:pruned_speed`` and its plot join two files:
-`benchmarks.publish.pruned_speed`. Plots that no page shows are removed. ``--check``
-changes nothing and fails if a block or a plot differs from what would be written.
+`benchmarks.publish.pruned_speed`. Plots that no page shows are removed. Within a line,
+``<!-- measured:matmul,dense -->`` to ``<!-- /measured -->`` says on how many GPUs there
+are rows of these files. ``--check`` changes nothing and fails if a block or a plot
+differs from what would be written.
 
 The table of a file is that of `benchmarks.measure.comparison`.
 """
@@ -50,6 +52,22 @@ MARKER = re.compile(
     r"(?P<close><!-- /(?P=what) -->)",
     re.DOTALL,
 )
+
+MEASURED = re.compile(r"(<!-- measured:(\S+) -->).*?(<!-- /measured -->)")
+NUMBERS = {1: "one", 2: "two", 4: "four", 8: "eight"}
+
+
+def measured(names: str, results: pathlib.Path) -> str:
+    """On how many GPUs there are rows of result files, in words."""
+    paths = [
+        p for name in names.split(",") for p in results.glob(f"nvidia*/{name}.json")
+    ]
+    rows = [row for path in paths for row in records.full_rows(records.load(path))]
+    if not rows:
+        raise ValueError(f"measured:{names} wants rows of GPUs, there are none")
+    *first, last = (NUMBERS[n] for n in sorted({row["num_devices"] for row in rows}))
+    counts = f"{', '.join(first)} and {last}" if first else last
+    return f"benchmarked on {counts} GPU{'s' * (counts != 'one')}"
 
 
 def accuracy_table(record: records.Record, *, cases: str = "*", **where: str) -> str:
@@ -109,6 +127,7 @@ def fill(text: str, results: pathlib.Path, where: str = "text") -> str:
             f"{where}: {opened} markers '<!-- table:NAME -->', {closed} with an end "
             "'<!-- /table -->' and a newline between"
         )
+    text = MEASURED.sub(lambda m: f"{m[1]}{measured(m[2], results)}{m[3]}", text)
     return MARKER.sub(block, text)
 
 
