@@ -462,3 +462,19 @@ def test_a_line_says_on_how_many_gpus_something_was_measured(tmp_path):
     assert tables.fill(filled, tmp_path) == filled
     with pytest.raises(ValueError, match="measured:dense wants rows of GPUs"):
         tables.fill(line.replace(",matmul", ""), tmp_path)
+
+
+def test_a_line_has_the_range_of_quotients(tmp_path):
+    (tmp_path / "nvidia_h200").mkdir()
+    (tmp_path / "nvidia_h200" / "matmul.json").write_text(json.dumps(RECORD))
+
+    def filled(options):
+        return tables.fill(
+            f"<!-- ratio:matmul {options} -->old<!-- /ratio -->", tmp_path
+        )
+
+    assert ">0.80 to 1.10<" in filled("times=dense/mosaic_gpu")
+    assert ">1.10<" in filled("times=dense/mosaic_gpu N=64")
+    assert ">0.83<" in filled("times=torch/mosaic_gpu cases=b")
+    with pytest.raises(ValueError, match="no case with torch and dense"):
+        filled("times=torch/dense cases=a")
