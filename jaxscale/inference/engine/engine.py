@@ -362,12 +362,7 @@ class Engine:
 
     def _count(self, c: Sequence) -> None:
         """Have the device count the tokens of a sequence with penalties."""
-        params = c.request.params
-        if (
-            params.repetition_penalty == 1
-            and not params.presence_penalty
-            and not params.frequency_penalty
-        ):
+        if not c.request.params.counts_tokens:
             return
         if c not in self._counted:
             self._counted[c] = self._uncounted.pop()
