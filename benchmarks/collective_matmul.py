@@ -41,7 +41,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.measure import command, loops, timing
 from benchmarks.measure.harness import Benchmark, Case, Custom, NoMeasurement, Results
-from benchmarks.measure.loops import Check, Form, Operand, Problem
+from benchmarks.measure.loop_programs import MAX_SETS, Check, Form, Operand, Problem
 from benchmarks.rivals import collective_baselines as baselines
 from benchmarks.rivals import torch_collective, torch_processes
 from benchmarks.rivals.collective_baselines import AXIS
@@ -169,7 +169,7 @@ def problem(params: Mapping[str, Any], names: Sequence[str]) -> Problem:
         derived=derived,
         forms=[form for form in forms(params) if form.name in names],
         checks=checks(params),
-        num_sets=timing.number_of_sets(touched * BF16_BYTES, loops.MAX_SETS),
+        num_sets=timing.number_of_sets(touched * BF16_BYTES, MAX_SETS),
         seconds=estimate(params),
     )
 
