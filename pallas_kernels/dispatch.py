@@ -15,15 +15,6 @@ import jax
 import jax.numpy as jnp
 
 
-__all__ = [
-    "Unsupported",
-    "as_hashable",
-    "check_floating",
-    "dispatch",
-    "no_config",
-    "no_derivative",
-]
-
 logger = logging.getLogger("pallas_kernels")
 
 _logged: set[tuple[str, str, str]] = set()

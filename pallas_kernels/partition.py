@@ -26,9 +26,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from pallas_kernels.dispatch import Unsupported
 
 
-__all__ = ["by_shards", "check_local", "current_mesh"]
-
-
 def current_mesh(arrays: Sequence[jax.Array]) -> AbstractMesh:
     """The mesh of the context, or else that of the first array that has one."""
     context = jax.sharding.get_abstract_mesh()

@@ -23,21 +23,6 @@ from pallas_kernels.mosaic import DeviceSpec, check_hopper
 from pallas_kernels.partition import check_local
 
 
-__all__ = [
-    "Problem",
-    "TunedEntry",
-    "check_config",
-    "declines",
-    "hopper_config",
-    "load_table",
-    "lookup",
-    "override",
-    "overriding",
-    "save_table",
-    "table_path",
-    "tuned_entry",
-]
-
 # Part of the cache key of `jax.jit`; hence hashable.
 _overrides: Any = jax.make_user_context(())
 

@@ -21,16 +21,6 @@ from pallas_kernels.matmul.config import MatmulConfig
 from pallas_kernels.mosaic import DeviceSpec, varying
 
 
-__all__ = [
-    "Call",
-    "CollectiveConfig",
-    "CollectiveProblem",
-    "Kind",
-    "candidates",
-    "heuristic",
-    "in_order_of_k",
-]
-
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 

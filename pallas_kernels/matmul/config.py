@@ -22,8 +22,6 @@ from pallas_kernels.cost_model import (
 from pallas_kernels.mosaic import DeviceSpec
 
 
-__all__ = ["DenseProblem", "MatmulConfig", "Problem", "candidates", "heuristic"]
-
 CONSUMERS = 2
 """Consumer warpgroups, which multiply; one more, the producer, loads their operands."""
 

@@ -17,15 +17,6 @@ from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 
 
-__all__ = [
-    "FEW_TOKENS",
-    "GradConfig",
-    "Problem",
-    "TileSparseConfig",
-    "candidates",
-    "heuristic",
-]
-
 FEW_TOKENS = 64
 """Tokens that fit into the smallest block: decode."""
 TILES = (64, 128, 256)

@@ -9,21 +9,6 @@ from pallas_kernels.mosaic.copies import CHUNK, smem_bytes
 from pallas_kernels.mosaic.device import DeviceSpec
 
 
-__all__ = [
-    "BACKWARD_CONSUMERS",
-    "BACKWARD_TILES",
-    "MOST_SHORT_SEQUENCES",
-    "BackwardBlocks",
-    "ForwardBlocks",
-    "MosaicGpuConfig",
-    "Problem",
-    "backward_blocks",
-    "backward_smem",
-    "forward_blocks",
-    "forward_smem",
-    "query_buffers",
-]
-
 ROWS = 64
 """Rows of a tile per warpgroup."""
 
