@@ -44,7 +44,7 @@ from benchmarks.measure.loop_programs import MAX_SETS, Form, Operand, Problem
 from benchmarks.rivals import collective_baselines as baselines
 from benchmarks.rivals import torch_collective, torch_processes
 from benchmarks.rivals.collective_baselines import AXIS
-from benchmarks.workloads.collective_checks import checks
+from benchmarks.rivals.collective_checks import checks
 from pallas_kernels import collective_matmul
 from pallas_kernels.collective_matmul.all_reduce import (
     Workspace,
