@@ -450,7 +450,7 @@ def test_the_documents_of_the_project_are_up_to_date(capsys):
 
 def test_a_line_says_on_how_many_gpus_something_was_measured(tmp_path):
     for device, counts in (("nvidia_h100", [4, 1]), ("nvidia_h200", [2]), ("cpu", [8])):
-        rows = [row("a", "dense", 1.0, 1.0, num_devices=n) for n in counts]
+        rows = [row(f"{n}", "dense", 1.0, 1.0, num_devices=n) for n in counts]
         (tmp_path / device).mkdir()
         text = json.dumps(RECORD | {"rows": rows})
         (tmp_path / device / "matmul.json").write_text(text)
