@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.collective_matmul import prepare_devices
 from benchmarks.measure import command, loops
 from benchmarks.measure.harness import Benchmark, Case, Custom, Results
-from benchmarks.measure.loops import Check, Form, Operand, Problem
+from benchmarks.measure.loop_programs import Check, Form, Operand, Problem
 from benchmarks.rivals.collective_baselines import AXIS, LATENCY_HIDING
 from jaxscale import nn
 from pallas_kernels.collective_matmul import (

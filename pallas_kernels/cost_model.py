@@ -8,18 +8,6 @@ shared ones are here. All numbers were measured on an H200, to a few percent.
 from pallas_kernels.mosaic import DeviceSpec
 
 
-__all__ = [
-    "HBM_BANDWIDTH",
-    "L2_BANDWIDTH",
-    "LEAST_BUSY",
-    "NOISE",
-    "TENSOR_CORE",
-    "TILE_OVERHEAD",
-    "busy_share",
-    "step_cycles",
-    "waves",
-]
-
 TENSOR_CORE = 2048
 """Multiply-adds of 16-bit operands per cycle."""
 L2_BANDWIDTH = 48

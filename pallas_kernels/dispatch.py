@@ -15,15 +15,6 @@ import jax
 import jax.numpy as jnp
 
 
-__all__ = [
-    "Unsupported",
-    "as_hashable",
-    "check_floating",
-    "dispatch",
-    "no_config",
-    "no_derivative",
-]
-
 logger = logging.getLogger("pallas_kernels")
 
 _logged: set[tuple[str, str, str]] = set()
@@ -179,9 +170,6 @@ _FLOATING = ("bfloat16", "float16", "float32", "float64")
 
 def check_floating(**dtypes: Any) -> None:
     """Refuses types that an op would truncate, or whose gradients would be zero.
-
-    Args:
-        **dtypes: type of each argument, by its name.
 
     Raises:
         ValueError: a type is none of bfloat16, float16, float32 and float64.

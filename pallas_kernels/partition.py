@@ -26,9 +26,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from pallas_kernels.dispatch import Unsupported
 
 
-__all__ = ["by_shards", "check_local", "current_mesh"]
-
-
 def current_mesh(arrays: Sequence[jax.Array]) -> AbstractMesh:
     """The mesh of the context, or else that of the first array that has one."""
     context = jax.sharding.get_abstract_mesh()
@@ -38,10 +35,6 @@ def current_mesh(arrays: Sequence[jax.Array]) -> AbstractMesh:
 
 def check_local(op_name: str, *arrays: jax.Array | None) -> None:
     """Refuses arrays that may be split over devices.
-
-    Args:
-        op_name: name of the op, for messages.
-        *arrays: all operands; None for one that is not given.
 
     Raises:
         Unsupported: the compiler may split them over several devices.

@@ -23,21 +23,6 @@ from pallas_kernels.mosaic import DeviceSpec, check_hopper
 from pallas_kernels.partition import check_local
 
 
-__all__ = [
-    "Problem",
-    "TunedEntry",
-    "check_config",
-    "declines",
-    "hopper_config",
-    "load_table",
-    "lookup",
-    "override",
-    "overriding",
-    "save_table",
-    "table_path",
-    "tuned_entry",
-]
-
 # Part of the cache key of `jax.jit`; hence hashable.
 _overrides: Any = jax.make_user_context(())
 
@@ -72,10 +57,6 @@ def override(op_name: str, config: Any) -> Iterator[None]:
     own.
 
     Functions that `jax.jit` has compiled outside of the block are retraced in it.
-
-    Args:
-        op_name: name of the op, for example "matmul".
-        config: a config of that op; hashable.
 
     Example:
         >>> from pallas_kernels.matmul import MatmulConfig
@@ -200,12 +181,6 @@ def declines(
     The table of tuned problems decides: a kernel may be 2% slower, the noise of
     measurements. For problems that are not in the table the cost model decides. A
     config, given or by `override`, asks for the kernel.
-
-    Args:
-        op_name: name of the op in the tables.
-        problem: what to compute.
-        device: the GPU; without one the kernel itself raises.
-        config: the caller's config.
 
     Returns:
         A reason for `pallas_kernels.dispatch.dispatch` to skip the kernel.

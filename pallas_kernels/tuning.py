@@ -33,8 +33,6 @@ from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.tuned_configs import TunedEntry, save_table, table_path
 
 
-__all__ = ["IDLE_SHARE", "Tunable", "device_time_us", "tune"]
-
 OPS = (
     "matmul",
     "collective_matmul",

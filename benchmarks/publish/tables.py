@@ -21,8 +21,11 @@ results says so instead of failing, with ``pending=hidden`` it is not there. A p
 block ``<!-- plot:matmul -->``, and ``<!-- table:headlines -->`` is the table of
 `benchmarks.publish.headlines`. What a table was made by (commands, commits, versions)
 is folded away under it. ``table:pruned_speed`` and its plot join two files:
-`benchmarks.publish.pruned_speed`. Plots that no page shows are removed. ``--check``
-changes nothing and fails if a block or a plot differs from what would be written.
+`benchmarks.publish.pruned_speed`. Plots that no page shows are removed. Within a line,
+``<!-- measured:matmul,dense -->`` to ``<!-- /measured -->`` says on how many GPUs there
+are rows of these files, and ``<!-- ratio:matmul times=dense/mosaic_gpu M=8192 -->`` the
+range of the quotients of times; it takes options of tables. ``--check`` changes nothing
+and fails if a block or a plot differs from what would be written.
 
 The table of a file is that of `benchmarks.measure.comparison`.
 """
@@ -50,6 +53,51 @@ MARKER = re.compile(
     r"(?P<close><!-- /(?P=what) -->)",
     re.DOTALL,
 )
+
+INLINE = re.compile(
+    r"(?P<open><!-- (?P<what>measured|ratio):(?P<name>\S+)"
+    r"(?P<options>(?: \w+=\S+)*) -->)"
+    r".*?"
+    r"(?P<close><!-- /(?P=what) -->)"
+)
+NUMBERS = {1: "one", 2: "two", 4: "four", 8: "eight"}
+
+
+def measured(names: str, results: pathlib.Path) -> str:
+    """On how many GPUs there are rows of result files, in words."""
+    paths = [
+        p for name in names.split(",") for p in results.glob(f"nvidia*/{name}.json")
+    ]
+    rows = [row for path in paths for row in records.full_rows(records.load(path))]
+    if not rows:
+        raise ValueError(f"measured:{names} wants rows of GPUs, there are none")
+    *first, last = (NUMBERS[n] for n in sorted({row["num_devices"] for row in rows}))
+    counts = f"{', '.join(first)} and {last}" if first else last
+    return f"benchmarked on {counts} GPU{'s' * (counts != 'one')}"
+
+
+def ratio(
+    name: str,
+    results: pathlib.Path,
+    *,
+    times: str,
+    device: str = DEFAULT_DEVICE,
+    cases: str = "*",
+    **where: str,
+) -> str:
+    """The quotients of two implementations' times, from the least to the largest."""
+    over, under = times.split("/")
+    record = records.load(results / device / f"{name}.json")
+    rows = comparison.chosen(record, f"{over},{under}", cases, where)
+    found = [
+        by_name[over]["time_us"] / by_name[under]["time_us"]
+        for _, by_name in records.lines(rows)
+        if over in by_name and under in by_name
+    ]
+    if not found:
+        raise ValueError(f"ratio:{name} finds no case with {over} and {under}")
+    least, largest = f"{min(found):.2f}", f"{max(found):.2f}"
+    return least if least == largest else f"{least} to {largest}"
 
 
 def accuracy_table(record: records.Record, *, cases: str = "*", **where: str) -> str:
@@ -109,7 +157,14 @@ def fill(text: str, results: pathlib.Path, where: str = "text") -> str:
             f"{where}: {opened} markers '<!-- table:NAME -->', {closed} with an end "
             "'<!-- /table -->' and a newline between"
         )
-    return MARKER.sub(block, text)
+
+    def inline(match: re.Match) -> str:
+        options = dict(item.split("=", 1) for item in match["options"].split())
+        make = {"measured": measured, "ratio": ratio}[match["what"]]
+        made = make(match["name"], results, **options)
+        return f"{match['open']}{made}{match['close']}"
+
+    return MARKER.sub(block, INLINE.sub(inline, text))
 
 
 def documents(root: pathlib.Path) -> list[pathlib.Path]:

@@ -46,11 +46,7 @@ def find_run(name: str) -> TrainConfig:
 
 
 def is_source(name: str) -> bool:
-    """Whether the first word of ``jaxscale train`` is no run, but a model with weights.
-
-    Args:
-        name: The word. Names of runs go before those of directories.
-    """
+    """Whether the first word of ``jaxscale train`` is a model with weights, no run."""
     if name in PRESETS or name in ENCODER_PRESETS:
         return False
     return Path(name).is_dir() or is_hub_name(name)

@@ -23,7 +23,7 @@ from jaxscale.cli.notices import notice
 from jaxscale.cli.options import parse
 from jaxscale.cli.sources import source_first
 from jaxscale.inference import EngineConfig, HostLost, follow
-from jaxscale.inference.lora_modules import parse_lora_modules
+from jaxscale.inference.lora_modules import load_decoder, parse_lora_modules
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.sharding import AxisRules, MeshConfig
 
@@ -205,8 +205,6 @@ def _keys(config: ServeConfig) -> tuple[str, ...]:
 
 def _follow(config: ServeConfig) -> None:
     """Execute the plans of process 0, until it ends."""
-    from jaxscale.inference.server.load import load_decoder
-
     # Launchers send these to all; process 0 drains, and ends the others.
     for sent in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sent, signal.SIG_IGN)

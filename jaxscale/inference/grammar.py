@@ -110,11 +110,6 @@ class GrammarCache:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        """Start empty.
-
-        Args:
-            most_bytes: Maximum estimated bytes of all grammars.
-        """
         self._most, self._lock = most_bytes, threading.Lock()
         self._entries: collections.OrderedDict[Guide, _Entry]
         self._entries = collections.OrderedDict()
@@ -135,14 +130,7 @@ class GrammarCache:
             return found.matcher
 
     def put(self, guide: Guide, matcher: Matcher, *, owner: str, size: int) -> None:
-        """Cache a compiled guide; the oldest ones of the largest client are evicted.
-
-        Args:
-            guide: The guide.
-            matcher: Its matcher, in the initial state.
-            owner: The client that requested it first.
-            size: Estimated bytes.
-        """
+        """Cache a compiled guide; the oldest ones of the largest client are evicted."""
         with self._lock:
             if size > self._most or guide in self._entries:
                 return

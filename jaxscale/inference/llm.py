@@ -17,7 +17,7 @@ from jaxscale.inference.engine.config import EngineConfig
 from jaxscale.inference.engine.make import make_engine
 from jaxscale.inference.engine.output_processor import Sink
 from jaxscale.inference.grammar import GrammarCompiler
-from jaxscale.inference.lora_modules import LoraModules, read_adapters
+from jaxscale.inference.lora_modules import LoraModules, load_decoder, read_adapters
 from jaxscale.inference.request import (
     EngineDead,
     Output,
@@ -26,12 +26,11 @@ from jaxscale.inference.request import (
     SamplingParams,
     joined,
 )
-from jaxscale.inference.run_directory import is_run, load_run
+from jaxscale.inference.run_directory import is_run
 from jaxscale.models.adapters import checkpoint_config, with_adapters
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.hub import local_directory
-from jaxscale.models.hf.load import load
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.nn.keywords import explain_keywords
 from jaxscale.nn.quantized_linear import Quantization
@@ -139,20 +138,15 @@ class LLM:
         if rules is None:
             rules = REPLICATED if mesh is None else fsdp_tp()
         path = local_directory(path)
-        run = is_run(path)
-        adapters = read_adapters(lora_modules, path, mesh=mesh, rules=rules)
-        ends = () if run else GenerationConfig.from_file(path).eos_ids
-        model: Any = (load_run if run else load)(
-            path, mesh=mesh, rules=rules, dtype=dtype, quantization=quantization
+        model = load_decoder(
+            path,
+            mesh=mesh,
+            rules=rules,
+            dtype=dtype,
+            quantization=quantization,
+            lora_modules=lora_modules,
         )
-        if not isinstance(model, Decoder):
-            raise ValueError(
-                f"path {path} holds an encoder, which does not generate; give it to "
-                "Encoder.from_pretrained"
-            )
-        model = model.for_inference()  # and what was loaded is gone
-        if adapters:
-            model = with_adapters(model, adapters)
+        ends = () if is_run(path) else GenerationConfig.from_file(path).eos_ids
         return cls(
             model,
             Tokenizer.from_file(path),

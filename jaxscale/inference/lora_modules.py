@@ -1,17 +1,25 @@
-"""Adapters (LoRA) by name, to be served with the model that they were trained on."""
+"""Adapters (LoRA) by name, and the decoder of a directory to be served with them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jaxscale.inference.run_directory import is_run, load_adapter, read_run_model
-from jaxscale.models.adapters import Adapter
+from jaxscale.inference.run_directory import (
+    is_run,
+    load_adapter,
+    load_run,
+    read_run_model,
+)
+from jaxscale.models.adapters import Adapter, with_adapters
 from jaxscale.models.config import DecoderConfig
+from jaxscale.models.decoder import Decoder
 from jaxscale.models.families import config_from_hf
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.hub import local_directory
+from jaxscale.models.hf.load import load
 from jaxscale.models.hf.peft import CONFIG_FILE, read_peft
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 
@@ -23,9 +31,6 @@ output directories of runs that have trained one."""
 
 def parse_lora_modules(words: Sequence[str]) -> dict[str, str]:
     """Adapters as the command line has them.
-
-    Args:
-        words: Each of the form ``NAME=DIR``.
 
     Raises:
         ValueError: one is not, or two have a name.
@@ -96,6 +101,32 @@ def read_adapters(
         except (FileNotFoundError, ValueError) as error:
             raise type(error)(f"adapter {name!r}: {error}") from error
     return adapters
+
+
+def load_decoder(
+    path: Path,
+    *,
+    mesh: Mesh | None,
+    rules: AxisRules,
+    lora_modules: LoraModules | None,
+    **options: Any,
+) -> Decoder:
+    """The decoder of a directory, prepared for inference, with adapters if any.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: it is an encoder, or an adapter does not fit.
+    """
+    adapters = read_adapters(lora_modules, path, mesh=mesh, rules=rules)
+    read: Any = load_run if is_run(path) else load
+    model = read(path, mesh=mesh, rules=rules, **options)
+    if not isinstance(model, Decoder):
+        raise ValueError(
+            f"path {path} holds an encoder, which does not generate; give it to "
+            "Encoder.from_pretrained"
+        )
+    model = model.for_inference()  # and what was loaded is gone
+    return with_adapters(model, adapters) if adapters else model
 
 
 def _config_of(base: Path) -> DecoderConfig:

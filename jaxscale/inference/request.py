@@ -1,8 +1,8 @@
 """Requests to the inference engine, and the outputs for clients.
 
 Everything here is checked when it is constructed, so that nothing invalid from a client
-reaches the loop that all requests share. No module of the policy (`request`, `slots`,
-`block_pool`, `fair_queue`, `scheduler`) imports jax.
+reaches the loop that all requests share. No module of the policy (`request`,
+`batch_rows`, `block_pool`, `fair_queue`, `scheduler`) imports jax.
 """
 
 import dataclasses
@@ -312,12 +312,19 @@ class SamplingParams:
             self.top_p < 1
             or self.top_k is not None
             or self.min_p > 0
-            or self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
+            or self.counts_tokens
             or bool(self.logit_bias)
             or bool(self.logprobs)
             or self.masked
+        )
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True if a penalty depends on how often tokens occur."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
         )
 
     @property
@@ -486,10 +493,7 @@ class Output:
 
 
 def joined(outputs: Iterable[Output]) -> list[Output]:
-    """The same outputs, merged to one per completion.
-
-    Args:
-        outputs: Outputs of one request, in order.
+    """The outputs of one request, merged to one per completion.
 
     Example:
         >>> first, second = (Output(request="a", index=0, text=t) for t in ("to", "be"))

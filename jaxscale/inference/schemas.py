@@ -51,9 +51,6 @@ _MOST_DEPTH = 128
 def lenient(schema: Any) -> tuple[Any, list[str]]:
     """A schema without unsupported parts, and the names of these.
 
-    Args:
-        schema: A JSON schema.
-
     Returns:
         The reduced schema, which allows at least the same values; and the removed
         keywords, formats as ``format=NAME``, each once.
@@ -89,10 +86,6 @@ def lenient(schema: Any) -> tuple[Any, list[str]]:
 
 def rooted(schema: Any, pointer: str) -> Any:
     """A schema with references adjusted to its position `pointer` in another one.
-
-    Args:
-        schema: A JSON schema.
-        pointer: As ``#/$defs/first``.
 
     Example:
         >>> rooted({"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#"}}}, "#/$defs/f")

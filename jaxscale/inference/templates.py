@@ -56,10 +56,6 @@ class Workers:
     def render(self, source: str, context: Mapping[str, Any] | None) -> str:
         """Render a template.
 
-        Args:
-            source: The template.
-            context: Its variables, as JSON values; None only compiles it.
-
         Raises:
             ValueError: it is not a template, refuses the variables, or takes too much
                 time or memory.

@@ -11,10 +11,6 @@ from jaxscale.inference.request import SamplingParams
 def token_mask(tokens: Iterable[int], vocab_size: int) -> Int32[np.ndarray, "words"]:
     """One bit per token, 32 in a word, the lowest first; set for `tokens`.
 
-    Args:
-        tokens: Ids; those outside the vocabulary are ignored.
-        vocab_size: V, vocabulary size of the model.
-
     Example:
         >>> token_mask([0, 33, 99], 40).tolist()
         [1, 2]
@@ -65,12 +61,7 @@ class TokenRules:
 
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> "TokenRules | None":
-        """The rules of a request, None if it has none.
-
-        Args:
-            params: Sampling parameters of the request.
-            vocab_size: V, vocabulary size of the model.
-        """
+        """The rules of a request, None if it has none."""
         allowed = params.allowed_token_ids
         if allowed is None and not params.bad_token_ids:
             return None

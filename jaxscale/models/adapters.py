@@ -134,12 +134,7 @@ def with_adapters(model: Decoder, adapters: Mapping[str, Adapter]) -> Decoder:
 
 
 def use_adapters(model: Decoder, index: Int[Array, "B T"]) -> Decoder:
-    """A copy of a model whose tokens use the adapters of these indices; 0 is none.
-
-    Args:
-        model: Made by `with_adapters`.
-        index: Of each token that the copy is called with.
-    """
+    """A copy of a model whose tokens use the adapters of these indices; 0 is none."""
     result: Any = jax.tree.map(lambda p: p, model)
     stack, result.adapters = result.adapters, None
     for block, paths, layers in zip(

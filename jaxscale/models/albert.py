@@ -26,23 +26,21 @@ from jaxscale.models.hf.names import TensorMap, layer_norm, linear
 def _albert(
     *,
     d_model: int,
-    num_layers: int,
-    num_heads: int,
     embed_dim: int = 128,
     vocab_size: int = 30000,
     max_seq_len: int = 512,
+    **sizes: Any,
 ) -> EncoderConfig:
     return EncoderConfig(
         family="albert",
         vocab_size=vocab_size,
         d_model=d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
         d_ff=4 * d_model,
         max_seq_len=max_seq_len,
         embed_dim=embed_dim,
         activation="gelu_tanh",
         layer_groups=1,
+        **sizes,
     )
 
 

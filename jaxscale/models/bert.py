@@ -29,20 +29,14 @@ from jaxscale.models.hf.names import TensorMap, layer_norm, linear, table
 
 
 def _bert(
-    *,
-    d_model: int,
-    num_layers: int,
-    num_heads: int,
-    vocab_size: int = 30522,
-    max_seq_len: int = 512,
+    *, d_model: int, vocab_size: int = 30522, max_seq_len: int = 512, **settings: Any
 ) -> EncoderConfig:
     return EncoderConfig(
         vocab_size=vocab_size,
         d_model=d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
         d_ff=4 * d_model,
         max_seq_len=max_seq_len,
+        **settings,
     )
 
 
@@ -66,26 +60,15 @@ def minilm_l6() -> EncoderConfig:
     return _bert(d_model=384, num_layers=6, num_heads=12)
 
 
-def _roberta(
-    *,
-    d_model: int,
-    num_layers: int,
-    num_heads: int,
-    vocab_size: int = 50265,
-    max_seq_len: int = 512,
-) -> EncoderConfig:
-    return EncoderConfig(
+def _roberta(*, vocab_size: int = 50265, **sizes: int) -> EncoderConfig:
+    return _bert(
         family="roberta",
         vocab_size=vocab_size,
-        d_model=d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        d_ff=4 * d_model,
-        max_seq_len=max_seq_len,
         token_types=1,
         # The padding token has id 1, and positions are counted from the next number.
         position_offset=2,
         norm_eps=1e-5,
+        **sizes,
     )
 
 
@@ -269,12 +252,7 @@ def masked_lm_tensors(
 
 
 def label_tensors(head: HeadConfig, pooler: str) -> list[TensorMap]:
-    """The tensors of the other heads.
-
-    Args:
-        head: The layers.
-        pooler: Name of the projection of the vector of a sequence.
-    """
+    """The tensors of the other heads."""
     before = linear(pooler, "head.transform") if head.pools else []
     if head.kind == "pooler":
         return before

@@ -442,11 +442,6 @@ def check_division(
 ) -> None:
     """Raise if the rules use a missing mesh axis, or one that does not divide a size.
 
-    Args:
-        divided: The sizes; None is not checked.
-        mesh_sizes: Size of each mesh axis.
-        rules: Mesh axes of each logical axis.
-
     Example:
         >>> from jaxscale.sharding.rules import AxisRules
         >>> rules = AxisRules(mlp="tensor")

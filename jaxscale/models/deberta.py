@@ -23,19 +23,12 @@ from jaxscale.nn.disentangled import RelativePositions
 
 
 def _deberta_v1(
-    *,
-    d_model: int,
-    num_layers: int,
-    num_heads: int,
-    vocab_size: int = 50_265,
-    max_seq_len: int = 512,
+    *, d_model: int, vocab_size: int = 50_265, max_seq_len: int = 512, **sizes: Any
 ) -> EncoderConfig:
     return EncoderConfig(
         family="deberta",
         vocab_size=vocab_size,
         d_model=d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
         d_ff=4 * d_model,
         max_seq_len=max_seq_len,
         token_types=0,
@@ -43,6 +36,7 @@ def _deberta_v1(
         relative=RelativePositions(span=max_seq_len, share_projections=False),
         norm_eps=1e-7,
         key_bias=False,
+        **sizes,
     )
 
 
@@ -71,28 +65,24 @@ def deberta_xlarge() -> EncoderConfig:
 def _deberta(
     *,
     d_model: int,
-    num_layers: int,
-    num_heads: int,
     vocab_size: int = 128_100,
     max_seq_len: int = 512,
     span: int = 256,
     max_distance: int = 512,
-    convolution: int = 0,
+    **sizes: Any,
 ) -> EncoderConfig:
     return EncoderConfig(
         family="deberta-v2",
         vocab_size=vocab_size,
         d_model=d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
         d_ff=4 * d_model,
         max_seq_len=max_seq_len,
         token_types=0,
         position="none",
         relative=RelativePositions(span=span, max_distance=max_distance),
         relative_norm=True,
-        convolution=convolution,
         norm_eps=1e-7,
+        **sizes,
     )
 
 

@@ -25,22 +25,16 @@ from jaxscale.models.hf.names import TensorMap, layer_norm, linear
 
 
 def _distilbert(
-    *,
-    d_model: int,
-    num_layers: int,
-    num_heads: int,
-    vocab_size: int = 30522,
-    max_seq_len: int = 512,
+    *, d_model: int, vocab_size: int = 30522, max_seq_len: int = 512, **sizes: Any
 ) -> EncoderConfig:
     return EncoderConfig(
         family="distilbert",
         vocab_size=vocab_size,
         d_model=d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
         d_ff=4 * d_model,
         max_seq_len=max_seq_len,
         token_types=0,
+        **sizes,
     )
 
 

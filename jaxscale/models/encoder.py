@@ -184,11 +184,7 @@ class EncoderModel(nnx.Module):
         self.embed_out = None if config.embed_dim is None else projection()
         relative = config.relative
         # Never split along its rows: every device reads the whole table.
-        self.relative = (
-            None
-            if relative is None
-            else table(relative.num_entries, None, config.d_model)
-        )
+        self.relative = relative and table(relative.num_entries, None, config.d_model)
         self.relative_norm = norm(config.d_model) if config.relative_norm else None
         self.convolution = (
             SequenceConvolution(

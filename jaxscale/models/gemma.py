@@ -50,30 +50,20 @@ _TINY: dict[str, Any] = {
 
 def _gemma(
     *,
-    d_model: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    d_ff: int,
     head_dim: int = 256,
     vocab_size: int = 256_000,
     max_seq_len: int = 8192,
-    **changes: Any,
+    **sizes: Any,
 ) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=vocab_size,
-        d_model=d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        d_ff=d_ff,
         max_seq_len=max_seq_len,
         norm_eps=1e-6,
         activation="geglu_tanh",
         tie_embeddings=True,
         **_COMMON,
-        **changes,
+        **sizes,
     )
 
 

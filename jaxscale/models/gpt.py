@@ -20,29 +20,30 @@ from jaxscale.models.hf.names import TensorMap, layer_norm, linear, table
 
 
 def _gpt2(
-    *,
-    d_model: int,
-    num_layers: int,
-    num_heads: int,
-    vocab_size: int = 50257,
-    max_seq_len: int = 1024,
+    *, vocab_size: int = 50257, max_seq_len: int = 1024, **sizes: int
 ) -> DecoderConfig:
-    return DecoderConfig(
+    return _gpt(
         vocab_size=vocab_size,
+        max_seq_len=max_seq_len,
+        position="learned",
+        attention_bias=True,
+        attention_out_bias=True,
+        tie_embeddings=True,
+        **sizes,
+    )
+
+
+def _gpt(*, d_model: int, num_heads: int, **settings: Any) -> DecoderConfig:
+    return DecoderConfig(
         d_model=d_model,
-        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=d_model // num_heads,
         d_ff=4 * d_model,
-        max_seq_len=max_seq_len,
         norm="layernorm",
         activation="gelu_tanh",
-        position="learned",
-        attention_bias=True,
-        attention_out_bias=True,
         mlp_bias=True,
-        tie_embeddings=True,
+        **settings,
     )
 
 
@@ -71,32 +72,8 @@ def gpt2_xl() -> DecoderConfig:
     return _gpt2(d_model=1600, num_layers=48, num_heads=25)
 
 
-def _gptj(
-    *,
-    vocab_size: int,
-    d_model: int,
-    num_layers: int,
-    num_heads: int,
-    rotary_dim: int,
-    max_seq_len: int,
-) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=vocab_size,
-        d_model=d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=d_model // num_heads,
-        d_ff=4 * d_model,
-        max_seq_len=max_seq_len,
-        norm="layernorm",
-        activation="gelu_tanh",
-        rotary_dim=rotary_dim,
-        rope_interleaved=True,
-        parallel_block=True,
-        mlp_bias=True,
-        lm_head_bias=True,
-    )
+def _gptj(**sizes: int) -> DecoderConfig:
+    return _gpt(rope_interleaved=True, parallel_block=True, lm_head_bias=True, **sizes)
 
 
 def gptj_tiny() -> DecoderConfig:

@@ -24,7 +24,6 @@ from jaxscale.models.hf.names import TensorMap, layer_norm, linear, table
 def _neox(
     *,
     d_model: int,
-    num_layers: int,
     num_heads: int,
     vocab_size: int = 50432,
     max_seq_len: int = 2048,
@@ -34,7 +33,6 @@ def _neox(
     return DecoderConfig(
         vocab_size=vocab_size,
         d_model=d_model,
-        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim,

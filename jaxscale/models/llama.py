@@ -21,28 +21,14 @@ from jaxscale.nn.embeddings import RopeScaling
 
 
 def _llama(
-    *,
-    d_model: int,
-    num_layers: int,
-    num_heads: int,
-    d_ff: int,
-    max_seq_len: int,
-    num_kv_heads: int | None = None,
-    vocab_size: int = 32_000,
-    rope_theta: float = 10_000.0,
-    norm_eps: float = 1e-5,
+    *, d_model: int, num_heads: int, vocab_size: int = 32_000, **sizes: Any
 ) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=vocab_size,
         d_model=d_model,
-        num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads or num_heads,
         head_dim=d_model // num_heads,
-        d_ff=d_ff,
-        max_seq_len=max_seq_len,
-        rope_theta=rope_theta,
-        norm_eps=norm_eps,
+        **{"num_kv_heads": num_heads, **sizes},
     )
 
 
@@ -130,18 +116,13 @@ def llama2_70b() -> DecoderConfig:
     )
 
 
-def _llama3(
-    *, d_model: int, num_layers: int, num_heads: int, d_ff: int
-) -> DecoderConfig:
+def _llama3(**sizes: Any) -> DecoderConfig:
     return _llama(
         vocab_size=128_256,
-        d_model=d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
         num_kv_heads=8,
-        d_ff=d_ff,
         max_seq_len=8192,
         rope_theta=500_000.0,
+        **sizes,
     )
 
 

@@ -37,21 +37,14 @@ from jaxscale.models.hf.names import (
 
 def _modernbert(
     *,
-    d_model: int,
-    num_layers: int,
-    num_heads: int,
-    d_ff: int,
     window: int = 64,
     vocab_size: int = 50368,
     max_seq_len: int = 8192,
+    **sizes: Any,
 ) -> EncoderConfig:
     return EncoderConfig(
         family="modernbert",
         vocab_size=vocab_size,
-        d_model=d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        d_ff=d_ff,
         max_seq_len=max_seq_len,
         token_types=0,
         position="rope",
@@ -65,6 +58,7 @@ def _modernbert(
         activation="geglu",
         attention_bias=False,
         mlp_bias=False,
+        **sizes,
     )
 
 

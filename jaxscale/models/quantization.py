@@ -70,13 +70,6 @@ def quantize_read(
 ) -> nnx.Module:
     """Prepare a block for inference, as it was read, and quantize it.
 
-    Args:
-        block: A single block, not a stack.
-        number: Number of the block, for messages.
-        weights: Type of the quantized weights.
-        mesh: The devices; None is where the block is.
-        rules: Mesh axes of each logical axis, those of `serving_rules`.
-
     Raises:
         ValueError: a weight is NaN or infinite.
     """

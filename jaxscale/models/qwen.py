@@ -17,28 +17,22 @@ from jaxscale.models.llama import llama_keys, llama_tensors, write_llama_keys
 def _qwen(
     *,
     d_model: int,
-    num_layers: int,
     num_heads: int,
-    num_kv_heads: int,
-    d_ff: int,
     head_dim: int | None = None,
     vocab_size: int = 151_936,
     max_seq_len: int = 32_768,
     rope_theta: float = 1e6,
-    **changes: Any,
+    **sizes: Any,
 ) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=vocab_size,
         d_model=d_model,
-        num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
         head_dim=head_dim or d_model // num_heads,
-        d_ff=d_ff,
         max_seq_len=max_seq_len,
         rope_theta=rope_theta,
         norm_eps=1e-6,
-        **changes,
+        **sizes,
     )
 
 

@@ -92,12 +92,7 @@ def serving_rules(rules: AxisRules) -> AxisRules:
 
 
 def prepared_model(model: Any, sizes: dict[str, int]) -> Any:
-    """`model` unstacked, in the type of the computation, with merged input projections.
-
-    Args:
-        model: A decoder with the rules of `serving_rules`.
-        sizes: Devices of each mesh axis.
-    """
+    """`model` unstacked, in the type of the computation, input projections merged."""
     model = unstacked(model)
     model.config = serving_config(model.config, model.rules, sizes)
     return prepare(model, model.rules, sizes)
@@ -107,11 +102,6 @@ def serving_config(
     config: DecoderConfig, rules: AxisRules, sizes: dict[str, int]
 ) -> DecoderConfig:
     """The abstract model that `prepare` returns.
-
-    Args:
-        config: The shape of the model.
-        rules: Mesh axes of each logical axis.
-        sizes: Devices of each mesh axis; none where there is no mesh.
 
     Raises:
         ValueError: a mesh cannot split the model.

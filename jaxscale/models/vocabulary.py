@@ -30,11 +30,6 @@ def vocabulary_rows(
 ) -> int:
     """The rows of the tables of a vocabulary on a mesh, padding included.
 
-    Args:
-        vocab_size: Tokens of the vocabulary, V.
-        mesh_sizes: Size of each mesh axis.
-        rules: Mesh axes of each logical axis.
-
     Example:
         >>> from jaxscale.sharding.rules import fsdp_tp
         >>> [vocabulary_rows(50_257, {"tensor": n}, fsdp_tp()) for n in (1, 2, 8)]
@@ -57,12 +52,7 @@ def ways_of(axis: str, mesh_sizes: Mapping[str, int], rules: AxisRules) -> int:
 
 
 def rows_in_context(vocab_size: int, rules: AxisRules) -> int:
-    """`vocabulary_rows` on the mesh of the context.
-
-    Args:
-        vocab_size: Tokens of the vocabulary, V.
-        rules: Mesh axes of each logical axis.
-    """
+    """`vocabulary_rows` on the mesh of the context."""
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {
         name: size
@@ -75,11 +65,7 @@ def rows_in_context(vocab_size: int, rules: AxisRules) -> int:
 
 
 def vocabulary_dimensions(tree: Any) -> dict[str, int]:
-    """The dimension over the vocabulary of each variable that has one, by its path.
-
-    Args:
-        tree: A module, or any pytree of variables.
-    """
+    """The dimension over the vocabulary of each variable that has one, by its path."""
     variables, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: isinstance(node, nnx.Variable)
     )
@@ -91,13 +77,7 @@ def vocabulary_dimensions(tree: Any) -> dict[str, int]:
 
 
 def with_rows(array: jax.Array, dimension: int, rows: int) -> jax.Array:
-    """`array` padded with zeros, or truncated, to `rows` along a dimension.
-
-    Args:
-        array: Any array.
-        dimension: The one over the vocabulary.
-        rows: Its new size.
-    """
+    """`array` padded with zeros, or truncated, to `rows` along a dimension."""
     if array.shape[dimension] >= rows:
         return jax.lax.slice_in_dim(array, 0, rows, axis=dimension)
     widths = [(0, 0)] * array.ndim
@@ -111,11 +91,6 @@ def real_logits(
     """The logits of the vocabulary, without the padding.
 
     The unpadded vocabulary does not divide over the devices: each gets all logits.
-
-    Args:
-        logits: Logits of all rows.
-        vocab_size: Tokens of the vocabulary, V.
-        rules: Mesh axes of each logical axis.
     """
     if logits.shape[-1] == vocab_size:
         return logits
@@ -123,13 +98,7 @@ def real_logits(
 
 
 def fitted[M](model: M, mesh_sizes: Mapping[str, int], rules: AxisRules) -> M:
-    """`model` with the rows that its tables have on a mesh; itself if it has them.
-
-    Args:
-        model: A `Decoder` or an `EncoderModel`.
-        mesh_sizes: Size of each mesh axis.
-        rules: Mesh axes of each logical axis.
-    """
+    """`model` with the rows that its tables have on a mesh; itself if it has them."""
     whole: Any = model
     rows = vocabulary_rows(whole.config.vocab_size, mesh_sizes, rules)
     if whole.embed.table.shape[0] == rows:

@@ -45,10 +45,6 @@ def own_tokens(
 ) -> Shaped[Array, "B part ..."]:
     """This device's pieces of each row, [B, T / c, ...].
 
-    Args:
-        x: A value per token, for whole rows.
-        names: The Manual mesh axes that split a row.
-
     Raises:
         ValueError: rows are not divisible into pieces.
     """

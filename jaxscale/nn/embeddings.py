@@ -282,11 +282,6 @@ NORMAL_INIT = jax.nn.initializers.normal(0.02)
 def zero_behind(init: Initializer, dimension: int, size: int) -> Initializer:
     """`init` for the first `size` entries of a dimension, and zeros after them.
 
-    Args:
-        init: Initializer of a parameter.
-        dimension: The dimension to pad.
-        size: Its initialized entries, whose values do not depend on the padding.
-
     Example:
         >>> init = zero_behind(jax.nn.initializers.ones, 1, 2)
         >>> print(init(jax.random.key(0), (1, 3)))

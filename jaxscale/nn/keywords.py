@@ -29,9 +29,6 @@ _ADVICE = {
 def explain_keywords[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """A function that says of an unknown keyword which one is meant.
 
-    Args:
-        function: Takes keywords by name, and no others.
-
     Example:
         >>> @explain_keywords
         ... def call(*, config=None): ...

@@ -98,13 +98,6 @@ def cu_seqlens_of_lengths(
 ) -> Int[np.ndarray, " bounds"]:
     """Boundaries of a row's sequences, on the host, the last one repeated.
 
-    Args:
-        lengths: tokens of each sequence, at most `max_seqs` of them.
-        max_seqs: S, the capacity for sequences.
-
-    Returns:
-        int32 [S+1].
-
     Example:
         >>> cu_seqlens_of_lengths([2, 3], max_seqs=4)
         array([0, 2, 5, 5, 5], dtype=int32)

@@ -95,15 +95,8 @@ class AttentionState(abc.ABC):
     ) -> tuple[Float[Array, "B T N H"], Self]:
         """Attention output, and the state with the new keys and values.
 
-        It runs on one device's shard of batch and heads, as does this state.
-
-        Args:
-            q: Queries, rotated.
-            k: Keys of the same tokens, rotated.
-            v: Values of the same tokens.
-            config: Shape and variant of the layer.
-            implementation: Name of an attention implementation, see `Block`; None picks
-                one.
+        Queries and keys are rotated. It runs on one device's shard of batch and heads,
+        as does this state.
         """
 
     def sequence_lengths(self) -> Int[Array, "B T"]:

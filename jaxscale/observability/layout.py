@@ -87,13 +87,7 @@ class MeshLayout:
 
 
 def layout_args(mesh: Any, rank: int, config: Any) -> dict[str, Any]:
-    """The arguments of a process's ``layout`` event.
-
-    Args:
-        mesh: The `jax.sharding.Mesh`.
-        rank: Number of the process.
-        config: The settings of the run: its ``microbatches`` and ``chunks``.
-    """
+    """The arguments of a process's ``layout`` event."""
     devices = enumerate(mesh.devices.flat)
     return {
         "axes": dict(mesh.shape),

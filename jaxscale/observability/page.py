@@ -43,12 +43,7 @@ _TEMPLATE, _SCRIPT = (
 
 
 def page_data(run: Run, *, now: float | None = None) -> dict[str, Any]:
-    """The data of the page, as JSON values; NaN is None.
-
-    Args:
-        run: The result of `read_run`.
-        now: The time of the page, in seconds since 1970; None is the current time.
-    """
+    """The data of the page, as JSON values; NaN is None."""
     now = time.time() if now is None else now
     layout = find_layout(run)
     views = moments(run, layout, now)

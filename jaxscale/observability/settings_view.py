@@ -8,11 +8,7 @@ from jaxscale.observability.step_view import thinned
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """The contents of ``run.json``; empty if it is missing or unreadable.
-
-    Args:
-        run: The result of `read_run`.
-    """
+    """The contents of ``run.json``; empty if it is missing or unreadable."""
     try:
         content = json.loads((run.directory / "run.json").read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -22,9 +18,6 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 def settings_facts(content: dict[str, Any]) -> dict[str, str]:
     """The most important settings, by name.
-
-    Args:
-        content: From `settings_of`.
 
     Example:
         >>> settings_facts({"jaxscale": "0.1", "config": {"seed": 3}})
@@ -49,9 +42,6 @@ def settings_facts(content: dict[str, Any]) -> dict[str, str]:
 def settings_rows(content: dict[str, Any]) -> list[tuple[str, str]]:
     """The versions, and every setting by its dotted name, which is that of its option.
 
-    Args:
-        content: From `settings_of`.
-
     Example:
         >>> settings_rows({"jax": "0.11", "config": {"mesh": {"tensor": 2}}})
         [('version of jax', '0.11'), ('mesh.tensor', '2')]
@@ -73,11 +63,7 @@ def settings_rows(content: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def rates_view(run: Run) -> dict[str, Any]:
-    """The learning rate and the gradient norm, step by step.
-
-    Args:
-        run: The result of `read_run`.
-    """
+    """The learning rate and the gradient norm, step by step."""
     view = {}
     for name in ("lr", "grad_norm"):
         known = {

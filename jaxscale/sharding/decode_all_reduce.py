@@ -93,11 +93,7 @@ def reduce_through(workspace: ReduceWorkspace | None) -> Iterator[_Held]:
 
 
 def sum_over_devices(parts: Float[Array, "D B T N"]) -> Float[Array, "B T N"]:
-    """All-reduce the parts of the devices of the tensor axis.
-
-    Args:
-        parts: The term of each device, split along the first dimension only.
-    """
+    """All-reduce the parts of the devices of the tensor axis."""
     given = current()
     if given is None or not given.takes(parts):
         return parts.sum(0)

@@ -1,4 +1,4 @@
-"""Matmuls of linear layers in fp8, forward and backward, sharded over a mesh.
+"""Matmuls of linear layers in fp8, forward and backward, on the shards of a device.
 
 The three matmuls of a layer, ``y = x w``, ``dx = g w^T`` and ``dw = x^T g``, have 8-bit
 operands and accumulate in fp32: activations and weights in E4M3 (3 bits of mantissa),
@@ -45,7 +45,6 @@ References:
 
 import functools
 import itertools
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -57,9 +56,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.checks import check_choice
-from jaxscale.sharding.operations import constrain
-from jaxscale.sharding.rules import AxisRules
-from jaxscale.sharding.shards import Shards
 from pallas_kernels.collective_matmul import (
     scaled_all_gather_matmul,
     scaled_matmul_reduce_scatter,
@@ -247,12 +243,7 @@ class _Form(NamedTuple):
     names: tuple[str, ...]
     """Mesh axes over which the tokens are all-gathered or reduce-scattered."""
     fused: bool = False
-    """Use a fused matmul + collective kernel where there is one; over one axis."""
-
-    @classmethod
-    def of(cls, quantization: Fp8, names: tuple[str, ...], *, fused: bool) -> "_Form":
-        """The form of a matmul that communicates over `names`."""
-        return cls(quantization, names, fused and len(names) == 1)
+    """Use a fused matmul + collective kernel where there is one."""
 
 
 def _weight(w: Array, dtype: DTypeLike, form: _Form) -> Scaled:
@@ -396,108 +387,43 @@ def _row_backward(form: _Form, kept: Any, g: Array) -> Any:
 _row.defvjp(_row_forward, _row_backward)
 
 
-# --- Over a mesh ----------------------------------------------------------------------
-
-
-def fp8_column_parallel(
+def fp8_all_gather_matmul(
     x: Float[Array, "B T K"],
     kernels: Sequence[Float[Array, "K _N"]],
     *,
-    kernel_axes: Sequence[tuple[str | None, str | None]],
-    out_axes: Sequence[Sequence[str | None]],
-    rules: AxisRules,
+    axis_names: tuple[str, ...],
     quantization: Fp8,
     fused: bool = False,
-) -> tuple[Float[Array, "B T _N"], ...]:
-    """`column_parallel` in fp8: tokens are quantized once, and all-gathered in fp8.
+) -> tuple[Float[Array, "B all_T _N"], ...]:
+    """``x @ kernel`` for each kernel and the tokens of all devices.
 
-    The arguments are those of `column_parallel`. Gradients of the kernels have the type
-    of the kernels; FSDP gathers kernels and scatters gradients in the type of `x`.
+    Tokens are quantized once, and all-gathered in fp8. Gradients of the kernels have
+    the type of the kernels.
+
+    Args:
+        x: Activations of this device.
+        kernels: Parameters, in any floating-point type.
+        axis_names: Mesh axes to gather the tokens over; none if they are whole.
+        quantization: A scale per row, or one per tensor.
+        fused: Take kernels that communicate, over one axis, where they were tuned and
+            are not slower than XLA.
     """
-    plain = [("batch", None, None), *kernel_axes]
-    split = [("batch", "tokens", None), *kernel_axes]
-    shards = Shards.of([x, *kernels], split, rules)
-    if not (names := _dividing(shards, "tokens")):
-        shards = Shards.of([x, *kernels], plain, rules)
-
-    def local(x: Array, *ws: Array) -> tuple[Array, ...]:
-        return _column(_Form.of(quantization, names, fused=fused), x, ws)
-
-    local_axes = [("batch", None, axes[1]) for axes in kernel_axes]
-    outs = _over(shards, local, local_axes, [x], kernels)
-    return tuple(
-        constrain(out, axes, rules) for out, axes in zip(outs, out_axes, strict=True)
-    )
+    form = _Form(quantization, axis_names, fused and len(axis_names) == 1)
+    return _column(form, x, tuple(kernels))
 
 
-def fp8_row_parallel(
+def fp8_matmul_reduce_scatter(
     xs: Sequence[Float[Array, "B T _K"]],
     kernels: Sequence[Float[Array, "_K N"]],
     *,
-    kernel_axes: Sequence[tuple[str | None, str | None]],
-    out_axes: Sequence[str | None],
-    rules: AxisRules,
+    axis_names: tuple[str, ...],
     quantization: Fp8,
     fused: bool = False,
-) -> Float[Array, "B T N"]:
-    """`row_parallel` in fp8; gradients of the result are all-gathered in fp8.
+) -> Float[Array, "B own_T N"]:
+    """``sum_i xs[i] @ kernels[i]``, reduce-scattered over the tokens.
 
-    The arguments are those of `row_parallel`; kernels are treated as in
-    `fp8_column_parallel`.
+    The arguments are those of `fp8_all_gather_matmul`; without axes the result is this
+    device's own sum. Gradients of the result are all-gathered in fp8.
     """
-    storing = rules.mesh_axes(["batch"])
-    features = [
-        None if rules.mesh_axes([axis]) & storing else axis for axis, _ in kernel_axes
-    ]
-    in_axes = [*(("batch", None, axis) for axis in features), *kernel_axes]
-    shards = Shards.of([*xs, *kernels], in_axes, rules)
-    summed = {_dividing(shards, axis) for axis in features}
-    if len(summed) > 1:
-        pairs = zip(xs, kernels, kernel_axes, strict=True)
-        alone = (
-            fp8_row_parallel(
-                [x],
-                [w],
-                kernel_axes=[axes],
-                out_axes=out_axes,
-                rules=rules,
-                quantization=quantization,
-                fused=fused,
-            )
-            for x, w, axes in pairs
-        )
-        return functools.reduce(operator.add, alone)
-    (names,) = summed
-    ways = math.prod(shards.mesh.shape[name] for name in names)
-    scatters = names == _dividing(shards, "tokens") and not xs[0].shape[1] % ways
-    scattered = names if scatters else ()
-
-    def local(*args: Array) -> tuple[Array]:
-        form = _Form.of(quantization, scattered, fused=fused)
-        out: Any = _row(form, args[: len(xs)], args[len(xs) :])
-        return (out if names == scattered else jax.lax.psum(out, names),)
-
-    tokens = "tokens" if scattered else None
-    (out,) = _over(shards, local, [("batch", tokens, None)], xs, kernels)
-    return constrain(out, out_axes, rules)
-
-
-def _dividing(shards: Shards, axis: str | None) -> tuple[str, ...]:
-    """The mesh axes of more than one device that split `axis` here."""
-    return tuple(name for name in shards.names(axis) if shards.mesh.shape[name] > 1)
-
-
-def _over(
-    shards: Shards,
-    local: Any,
-    out_axes: Sequence[Sequence[str | None]],
-    xs: Sequence[Array],
-    kernels: Sequence[Array],
-) -> Any:
-    """Run `local` on the shards of each device, with unsharded kernels."""
-    parameters = range(len(xs), len(xs) + len(kernels))
-    stored = {axis for i in parameters for axis in shards.in_axes[i]}
-    if any(set(_dividing(shards, axis)) & shards.storing for axis in stored):
-        kernels = [w.astype(xs[0].dtype) for w in kernels]
-    args = shards.place([*xs, *kernels])
-    return shards.over(local, out_axes, parameters=parameters)(*args)
+    form = _Form(quantization, axis_names, fused and len(axis_names) == 1)
+    return _row(form, tuple(xs), tuple(kernels))

@@ -23,17 +23,24 @@ References:
 
 import dataclasses
 import functools
+import math
 import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxscale.checks import check_choice
 from jaxscale.sharding import decode_all_reduce
-from jaxscale.sharding.fp8 import Fp8, check_fp8, fp8_column_parallel, fp8_row_parallel
+from jaxscale.sharding.fp8 import (
+    Fp8,
+    check_fp8,
+    fp8_all_gather_matmul,
+    fp8_matmul_reduce_scatter,
+)
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.shards import Shards
@@ -118,39 +125,31 @@ def column_parallel(
         ((2, 8, 16), P(('data', 'fsdp'), None, 'tensor'))
     """
     _check_shapes([x] * len(kernels), kernels)
-    check_fp8(quantization)
-    if quantization is not None:
-        check_tensor_parallel(tensor_parallel)
-        return fp8_column_parallel(
-            x,
-            kernels,
-            kernel_axes=kernel_axes,
-            out_axes=out_axes,
-            rules=rules,
+    region = _Region.of(
+        [x], kernels, kernel_axes, rules, tensor_parallel, quantization, rows=False
+    )
+    product: Any
+    if region is not None and quantization is not None:
+        product = functools.partial(
+            fp8_all_gather_matmul,
+            axis_names=region.tokens,
             quantization=quantization,
             fused=tensor_parallel == "fused",
         )
-    features = [axes[1] for axes in kernel_axes]
-    in_axes = [_SPLIT, *kernel_axes]
-    region = _Region.of([x, *kernels], in_axes, features, rules, tensor_parallel)
-    if region is None or not region.splits_tokens:
+    elif region is not None and region.tokens == region.axes:
+        product = functools.partial(all_gather_matmul, **region.options)
+    else:
         x = constrain(x, _WHOLE, rules)
         return tuple(
             contract("btk,kn->btn", x, w, w_axes, axes, rules)
             for w, w_axes, axes in zip(kernels, kernel_axes, out_axes, strict=True)
         )
 
-    def local(x: Array, *kernels: Array) -> tuple[Array, ...]:
-        return all_gather_matmul(
-            x,
-            kernels,
-            axis_name=region.axis,
-            implementation=region.implementation,
-        )
+    def local(xs: Sequence[Array], kernels: Sequence[Array]) -> tuple[Array, ...]:
+        return product(xs[0], kernels)
 
-    local_axes = [("batch", None, axis) for axis in features]
-    args = region.shards.place([x, *kernels])
-    outs = region.over(local, local_axes)(*args)
+    local_axes = [("batch", None, axis) for axis in region.features]
+    outs = region.run(local, [x], kernels, local_axes)
     return tuple(
         constrain(out, axes, rules) for out, axes in zip(outs, out_axes, strict=True)
     )
@@ -202,62 +201,62 @@ def row_parallel(
         (16.0, P(('data', 'fsdp'), 'tensor', None))
     """
     _check_shapes(xs, kernels)
-    check_fp8(quantization)
-    if quantization is not None:
-        check_tensor_parallel(tensor_parallel)
-        return fp8_row_parallel(
-            xs,
-            kernels,
-            kernel_axes=kernel_axes,
-            out_axes=out_axes,
-            rules=rules,
-            quantization=quantization,
-            fused=tensor_parallel == "fused",
-        )
-    features = [axes[0] for axes in kernel_axes]
-    in_axes = [*(("batch", None, axis) for axis in features), *kernel_axes]
-    in_workspace = decode_all_reduce.current() is not None
+    in_workspace = quantization is None and decode_all_reduce.current() is not None
     form = tensor_parallel or ("xla" if in_workspace else None)
-    region = _Region.of([*xs, *kernels], in_axes, features, rules, form)
-    if region is None or not all(map(region.shards.names, features)):
+    region = _Region.of(xs, kernels, kernel_axes, rules, form, quantization, rows=True)
+    if region is None or (quantization is None and not all(region.split)):
         outs = (
             contract("btk,kn->btn", x, w, axes, out_axes, rules)
             for x, w, axes in zip(xs, kernels, kernel_axes, strict=True)
         )
         return functools.reduce(operator.add, outs)
-    if in_workspace and not region.splits_tokens:
-        parts_axes = (features[0], *_WHOLE)
-        args = region.shards.place([*xs, *kernels])
-        (parts,) = region.over(_part_of_sum, [parts_axes])(*args)  # [D, B, T, N]
-        return constrain(decode_all_reduce.sum_over_devices(parts), out_axes, rules)
-    product: Any
-    product = matmul_reduce_scatter if region.splits_tokens else matmul_all_reduce
-
-    def local(*args: Array) -> tuple[Array]:
-        return (
-            product(
-                args[: len(xs)],
-                args[len(xs) :],
-                axis_name=region.axis,
-                implementation=region.implementation,
-            ),
+    names = region.split[0]
+    if any(other != names for other in region.split):
+        alone = (
+            row_parallel(
+                [x],
+                [w],
+                kernel_axes=[axes],
+                out_axes=out_axes,
+                rules=rules,
+                tensor_parallel=tensor_parallel,
+                quantization=quantization,
+            )
+            for x, w, axes in zip(xs, kernels, kernel_axes, strict=True)
         )
+        return functools.reduce(operator.add, alone)
+    scatters = region.tokens == names
+    if in_workspace and not scatters:
+        parts_axes = (region.features[0], *_WHOLE)
+        (parts,) = region.run(_part_of_sum, xs, kernels, [parts_axes])  # [D, B, T, N]
+        return constrain(decode_all_reduce.sum_over_devices(parts), out_axes, rules)
 
-    local_axes = _SPLIT if region.splits_tokens else _WHOLE
-    args = region.shards.place([*xs, *kernels])
-    (out,) = region.over(local, [local_axes])(*args)
+    def local(xs: Sequence[Array], kernels: Sequence[Array]) -> tuple[Array]:
+        if quantization is None:
+            product = matmul_reduce_scatter if scatters else matmul_all_reduce
+            return (product(xs, kernels, **region.options),)
+        out = fp8_matmul_reduce_scatter(
+            xs,
+            kernels,
+            axis_names=names if scatters else (),
+            quantization=quantization,
+            fused=tensor_parallel == "fused",
+        )
+        return (jax.lax.psum(out, names) if names and not scatters else out,)
+
+    local_axes = _SPLIT if scatters else _WHOLE
+    (out,) = region.run(local, xs, kernels, [local_axes])
     return constrain(out, out_axes, rules)
 
 
-def _part_of_sum(*args: Array) -> tuple[Array]:
+def _part_of_sum(xs: Sequence[Array], kernels: Sequence[Array]) -> tuple[Array]:
     """A device's partial sum of `row_parallel`, [1, B, T, N]."""
-    count = len(args) // 2
-    wide = None if count == 1 else jnp.float32
+    wide = None if len(xs) == 1 else jnp.float32
     products = [
         jnp.einsum("btk,kn->btn", x, w, preferred_element_type=wide)
-        for x, w in zip(args[:count], args[count:], strict=True)
+        for x, w in zip(xs, kernels, strict=True)
     ]
-    return (functools.reduce(operator.add, products).astype(args[0].dtype)[None],)
+    return (functools.reduce(operator.add, products).astype(xs[0].dtype)[None],)
 
 
 def _check_shapes(xs: Sequence[Array], kernels: Sequence[Array]) -> None:
@@ -327,59 +326,118 @@ def check_tensor_parallel(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Region:
-    """A matmul with explicit collectives."""
+    """A matmul on each device's shards, with explicit collectives."""
 
-    axis: str
-    """The mesh axis to communicate over."""
-    splits_tokens: bool
-    """True if tokens are split over this axis outside of the region."""
     shards: Shards
+    features: tuple[str | None, ...]
+    """For each kernel the logical axis that may be split inside of the region."""
+    split: tuple[tuple[str, ...], ...]
+    """For each kernel the mesh axes of several devices that split its features."""
+    tokens: tuple[str, ...]
+    """The mesh axes of several devices that split the tokens outside of the region."""
     implementation: str | None
 
     @classmethod
     def of(
         cls,
-        args: Sequence[Array],
-        in_axes: Sequence[Sequence[str | None]],
-        features: Sequence[str | None],
+        xs: Sequence[Array],
+        kernels: Sequence[Array],
+        kernel_axes: Sequence[tuple[str | None, str | None]],
         rules: AxisRules,
         tensor_parallel: TensorParallel,
+        quantization: Fp8,
+        *,
+        rows: bool,
     ) -> "_Region | None":
         """The region of a matmul, or None if the compiler inserts the collectives.
 
-        That is so without a mesh, on an axis of one device or that divides no features,
-        and inside a `jax.shard_map` over the axis, where parameters are unsharded.
+        In fp8 there always is one. Otherwise there is none without a mesh, on an axis
+        of one device or that divides no features, and inside a `jax.shard_map` over the
+        axis, where parameters are unsharded.
+
+        Args:
+            xs: Activations, one for each kernel or one for all.
+            kernels: The kernels.
+            kernel_axes: Logical axes of each kernel.
+            rules: Mesh axes of each logical axis.
+            tensor_parallel: Form of the collectives.
+            quantization: Matmuls in fp8, or None.
+            rows: The features that may be split are the rows of kernels, which are
+                contracted, instead of their columns.
         """
         check_tensor_parallel(tensor_parallel)
-        if tensor_parallel is None:
+        check_fp8(quantization)
+        columns = [axes[0 if rows else 1] for axes in kernel_axes]
+        if quantization is None and not (
+            tensor_parallel and tensor_axis(rules, *columns)
+        ):
             return None
-        axis = tensor_axis(rules, *features)
-        if axis is None:
+        storing = rules.mesh_axes(["batch"])
+        features = tuple(
+            None if rules.mesh_axes([axis]) & storing else axis for axis in columns
+        )
+        x_axes = [("batch", None, axis if rows else None) for axis in features]
+        in_axes = [*x_axes[: len(xs)], *kernel_axes]
+        shards = Shards.of([*xs, *kernels], in_axes, rules)
+        sizes = shards.mesh.shape
+
+        def dividing(axis: str | None) -> tuple[str, ...]:
+            return tuple(name for name in shards.names(axis) if sizes[name] > 1)
+
+        split = tuple(map(dividing, features))
+        if quantization is None and not any(split):
             return None
-        shards = Shards.of(args, in_axes, rules)
-        if axis not in shards.divided:
-            return None
-        size = shards.mesh.shape[axis]
-        if size == 1:
-            return None
+        tokens = dividing("tokens")
+        if xs[0].shape[1] % math.prod(sizes[name] for name in tokens):
+            tokens = ()
+        if tokens and not rows:
+            in_axes[0] = _SPLIT
+            shards = dataclasses.replace(shards, in_axes=tuple(in_axes))
         return cls(
-            axis=axis,
-            splits_tokens=rules.mesh_axes(["tokens"]) == {axis}
-            and args[0].shape[1] % size == 0,
             shards=shards,
-            implementation=_IMPLEMENTATIONS[tensor_parallel],
+            features=features,
+            split=split,
+            tokens=tokens,
+            implementation=_IMPLEMENTATIONS.get(tensor_parallel or ""),
         )
 
-    def over(
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that split features, one unless in fp8."""
+        return max(self.split)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of the ops of `pallas_kernels.collective_matmul`."""
+        return {
+            "axis_name": self.axes[0],
+            "implementation": self.implementation,
+        }
+
+    def run(
         self,
-        local: Callable[..., tuple[Array, ...]],
+        product: Callable[[Sequence[Array], Sequence[Array]], tuple[Array, ...]],
+        xs: Sequence[Array],
+        kernels: Sequence[Array],
         out_axes: Sequence[Sequence[str | None]],
-    ) -> Callable[..., tuple[Array, ...]]:
-        """Run `local` on each device's shards, with unsharded kernels."""
-        in_axes = self.shards.in_axes
-        return self.shards.over(
-            local,
+    ) -> tuple[Array, ...]:
+        """``product(xs, kernels)`` of each device's shards, with unsharded kernels.
+
+        Those that are stored in parts are gathered in the type of `xs`.
+        """
+        shards, count = self.shards, len(xs)
+        storing = shards.free.difference(*self.split)
+        stored = {axis for axes in shards.in_axes[count:] for axis in axes}
+        if any(
+            name in storing and shards.mesh.shape[name] > 1
+            for axis in stored
+            for name in shards.names(axis)
+        ):
+            kernels = [w.astype(xs[0].dtype) for w in kernels]
+        args = shards.place([*xs, *kernels])
+        return shards.over(
+            lambda *args: product(args[:count], args[count:]),
             out_axes,
-            parameters=[i for i, axes in enumerate(in_axes) if len(axes) == 2],
-            storing=self.shards.free - {self.axis},
-        )
+            parameters=range(count, len(args)),
+            storing=storing,
+        )(*args)

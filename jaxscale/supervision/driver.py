@@ -57,14 +57,7 @@ class Driver:
         *,
         report: Callable[[str], None],
     ) -> None:
-        """Describe the job.
-
-        Args:
-            command: Command of each rank; when restarted, it must resume by itself.
-            directory: Output directory of the run.
-            config: The settings.
-            report: Called with lines for the user.
-        """
+        """Describe a job whose ranks run `command`, which must resume by itself."""
         self._command, self._config, self._report = list(command), config, report
         self._output, self._directory = directory, directory / DIRECTORY
         self._stop = 0
@@ -138,7 +131,6 @@ class Driver:
             await self._recover(fault, self._watch)
             self._watch = None
 
-    # --------------------------------------------------------------------------------
     # Start
 
     async def _start(self) -> None:
@@ -223,7 +215,6 @@ class Driver:
         there = {rank for ranks in ours for rank in ranks}
         return sorted(set(range(self._config.processes)) - there)
 
-    # --------------------------------------------------------------------------------
     # Watch
 
     async def _follow(self, watch: Watch) -> Fault | None:
@@ -340,7 +331,6 @@ class Driver:
         reason = f"host {host} is slow, and {spare[0].name} takes its place"
         return Fault(kind="slow", reason=reason, step=watch.step)
 
-    # --------------------------------------------------------------------------------
     # Recover
 
     async def _recover(self, fault: Fault, watch: Watch) -> None:
@@ -461,15 +451,13 @@ class Driver:
             GaveUp: one of several hosts keeps computing wrong values.
         """
         job, most = self._state, self._config.idle_cycles
+        known = fault.sure or len(names) == 1
         for name in names:
             job.wrong[name] = job.wrong.get(name, 0) + 1
+            if known and job.wrong[name] > 1:
+                self._exclude(name, "it computed wrong values again")
         self._save()
-        if fault.sure or len(names) == 1:
-            for name in names:
-                if job.wrong[name] > 1:
-                    self._exclude(name, "it computed wrong values again")
-            self._save()
-        elif min((job.wrong[name] for name in names), default=0) >= most:
+        if not known and min((job.wrong[n] for n in names), default=0) >= most:
             raise GaveUp(
                 f"gave up after cycle {job.cycle}: one of the hosts {', '.join(names)} "
                 f"has computed wrong values {most} times, and with so few replicas it "
@@ -484,7 +472,6 @@ class Driver:
             self._report(f"nothing new was reached: next start in {seconds:g} s")
             await self._until(lambda: self._stop > 0, seconds)
 
-    # --------------------------------------------------------------------------------
     # Keep
 
     def _save(self) -> None:

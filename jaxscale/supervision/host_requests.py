@@ -58,16 +58,7 @@ async def failing_hosts(
     command: Sequence[str],
     directory: str,
 ) -> dict[str, str]:
-    """Run the self-check on hosts: the names of those that fail, and why.
-
-    Args:
-        hosts: All hosts.
-        until: Processes their messages.
-        seconds: Time limit of a check.
-        names: The hosts to check.
-        command: The check.
-        directory: Output directory of the run.
-    """
+    """Run the self-check on hosts: the names of those that fail, and why."""
     asked = [host for host in hosts if host.name in names]
     for host in asked:
         host.diagnosis = None

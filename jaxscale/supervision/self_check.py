@@ -26,11 +26,7 @@ _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 def check(directory: str) -> str | None:
-    """What is wrong with this host; None if nothing is found.
-
-    Args:
-        directory: The output directory of the run.
-    """
+    """What is wrong with this host; None if nothing is found."""
     data = os.urandom(_BYTES)
     sums = {(hashlib.sha256(data).digest(), zlib.crc32(data)) for _ in range(3)}
     if len(sums) > 1:
@@ -81,12 +77,7 @@ def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def check_gpus(count: int, seconds: float) -> str | None:
-    """The faults that ``jaxscale diagnose`` finds on the GPUs of this host.
-
-    Args:
-        count: Expected number of GPUs.
-        seconds: Time limit.
-    """
+    """The faults that ``jaxscale diagnose`` finds on the GPUs of this host."""
     command = [sys.executable, "-m", "jaxscale", "diagnose", "--no-host"]
     # A host is excluded for good only if there is no doubt.
     command += ["--least-share", "0.5"]

@@ -132,15 +132,6 @@ def record(
 ) -> None:
     """Append an event of the driver, in the format of the ranks' events.
 
-    Args:
-        directory: The supervisor's directory.
-        cycle: Starts of the job so far.
-        name: The event.
-        step: The step that it belongs to.
-        since: When it began, in seconds since 1970.
-        kind: The kind of the event.
-        args: Its arguments.
-
     Raises:
         OSError: it cannot be written.
     """

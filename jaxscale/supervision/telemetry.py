@@ -59,12 +59,6 @@ class Telemetry:
     """Collects the metrics of a job."""
 
     def __init__(self, output: Path, ranks: int) -> None:
-        """Start to count.
-
-        Args:
-            output: Output directory of the run, for its newest metrics.
-            ranks: Processes of the job.
-        """
         self._output, self._count = output, ranks
         self.starts = 0
         """Starts of the job until now."""
@@ -140,9 +134,6 @@ class Telemetry:
         """The change in slow ranks, if any.
 
         They are searched once a second, or less often if that takes long.
-
-        Args:
-            ranks_of: Hosts and their ranks.
         """
         now = time.monotonic()
         if not self._measured.is_new or now < self._next_look:

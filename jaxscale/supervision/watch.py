@@ -311,11 +311,7 @@ class Watch:
         return Fault(kind="lost", reason=reason, step=self.step)
 
     def suspects(self, stacks: Mapping[int, str]) -> dict[int, str]:
-        """The ranks that hold up the others, with the evidence.
-
-        Args:
-            stacks: The stacks of each rank that answered.
-        """
+        """The ranks that hold up the others, with the evidence."""
         live = {n: rank for n, rank in self._ranks.items() if rank.code is None}
         silent = {n: "it does not answer" for n in live if not stacks.get(n)}
         first = min((rank.place for rank in live.values()), default=None)

@@ -42,13 +42,7 @@ def make_model(
     rules: AxisRules | None = None,
     tensor_parallel: TensorParallel = None,
 ) -> Decoder | EncoderModel:
-    """The model of a run, with newly initialized parameters.
-
-    Args:
-        config: The settings of the run.
-        rules: Mesh axes of each logical axis; None is those of the run.
-        tensor_parallel: Communication of a decoder.
-    """
+    """The model of a run, with newly initialized parameters."""
     options: dict[str, Any] = {
         "dtype": jnp.dtype(config.dtype),
         "param_dtype": jnp.dtype(config.param_dtype),
@@ -64,23 +58,14 @@ def make_model(
 
 
 def adapted(config: TrainConfig, model: Any) -> Any:
-    """A model with the adapters of a run, if it has any.
-
-    Args:
-        config: The settings of the run.
-        model: The model as it is loaded or made.
-    """
+    """A model with the adapters of a run, if it has any."""
     if config.lora.rank == 0:
         return model
     return add_adapters(model, config.lora, seed=config.seed)
 
 
 def make_loss(config: TrainConfig) -> LossFunction:
-    """The loss of a run: that of an encoder's head, otherwise next-token prediction.
-
-    Args:
-        config: The settings of the run.
-    """
+    """The loss of a run: that of an encoder's head, otherwise next-token prediction."""
     options = {"chunk_size": config.loss_chunk, "z_loss": config.z_loss}
     if config.head is None:
         return next_token_loss(**options)
@@ -92,13 +77,7 @@ def make_loss(config: TrainConfig) -> LossFunction:
 def new_state(
     config: TrainConfig, mesh: Mesh, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """The state of a new run, with the stack layout of the mesh.
-
-    Args:
-        config: The settings of the run.
-        mesh: Its devices.
-        optimizer: The optimizer, which initializes its state.
-    """
+    """The state of a new run, with the stack layout of the mesh."""
     model = make_model(config, tensor_parallel=config.tensor_parallel)
     model = adapted(config, model)
     stack = config.stack_layout(mesh.shape)
@@ -125,10 +104,6 @@ def abstract_step(
 
     Nothing is computed, so the devices of the mesh need not exist. Lower the step under
     ``jax.set_mesh(mesh)``, or the abstract mesh if they do not.
-
-    Args:
-        config: The settings of the run.
-        mesh: Its devices.
 
     Raises:
         ValueError: the settings do not fit the mesh.

@@ -196,9 +196,6 @@ HARDWARE = {gpu.name.lower(): gpu for gpu in (H200, H100, A100, B200)}
 def hardware_of(device_kind: str) -> Hardware | None:
     """The expected performance of a device, None if unknown.
 
-    Args:
-        device_kind: Name of the device, of ``jax.devices()[0].device_kind``.
-
     Example:
         >>> hardware_of("NVIDIA H100 80GB HBM3") is H100
         True

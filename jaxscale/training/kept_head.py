@@ -43,11 +43,6 @@ def kept_of(
     names such as 1 or LABEL_1 stand for their index in the file; if the file has no
     names, equally many labels are taken in order.
 
-    Args:
-        config: The encoder.
-        own: The head of the files; None is none.
-        head: The new one.
-
     Example:
         >>> from jaxscale.models.bert import bert_tiny
         >>> own = HeadConfig(kind="sequence", num_labels=2, labels=("no", "yes"))
@@ -87,16 +82,7 @@ def with_head(
     mesh: Mesh,
     rules: AxisRules,
 ) -> EncoderModel:
-    """`model` with a new head that keeps parts of the old one.
-
-    Args:
-        model: The model of the files, with their head.
-        head: The new head.
-        kept: The result of `kept_of`.
-        seed: Random seed of the new parameters.
-        mesh: The devices.
-        rules: Mesh axes by which the parameters lie.
-    """
+    """`model` with a new head that keeps parts of the old one."""
 
     def make(old: Head) -> Head:
         new = make_head(

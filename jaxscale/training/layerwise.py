@@ -139,9 +139,6 @@ def of_muon(params: Any) -> Any:
     ``vocab``, by their name or that of an enclosing module, or, without axes, as the
     only matrix between the width and the number of rows of an embedding table.
 
-    Args:
-        params: Parameters of any NNX module, as ``nnx.state(model, nnx.Param)``.
-
     Returns:
         The tree with a boolean in place of each variable.
 

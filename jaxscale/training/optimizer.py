@@ -193,11 +193,6 @@ def check_same_schedule(
 ) -> None:
     """Raise if a resumed run's learning rate would jump.
 
-    Args:
-        config: Shape of the schedule. One that names `schedule_steps` asks for it.
-        steps: Updates in the entire run, as resumed.
-        planned: Updates that the schedule was made for so far; None if unknown.
-
     Raises:
         ValueError: the schedule depends on the number of steps, which has changed.
     """

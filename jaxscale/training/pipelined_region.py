@@ -147,13 +147,7 @@ class Region:
         return tuple(n for n in as_tuple(self.rules.vocab) if n == _AXIS)
 
     def split(self, tree: Any, rules: AxisRules, *, leading: int | None = None) -> Any:
-        """The partition of each parameter over data-parallel axes.
-
-        Args:
-            tree: The parameters.
-            rules: Their sharding rules.
-            leading: Number of layer dimensions in the region; None is as stored.
-        """
+        """The partition of each parameter over data-parallel axes."""
         return self._inside(specs(tree, rules.only(self.rows)), leading)
 
     def placed(self, tree: Any, *, leading: int | None = None) -> Any:

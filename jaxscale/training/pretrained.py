@@ -149,13 +149,6 @@ def load_adapted(
 ) -> Decoder | EncoderModel:
     """The model of a run with adapters, beside the weights that they are trained on.
 
-    Args:
-        directory: Directory of the run, with the adapters.
-        config: Settings of the model; their source has its weights.
-        mesh: The devices.
-        rules: Mesh axes of each logical axis.
-        step: Step of the checkpoint; None is the newest.
-
     Raises:
         FileNotFoundError: there is no such checkpoint, or the source is gone.
         ValueError: run and source do not match, or the source has other weights than

@@ -58,11 +58,6 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict[C](kind: type[C], values: dict[str, Any], prefix: str = "") -> C:
     """The dataclass of a result of `to_dict`.
 
-    Args:
-        kind: The dataclass.
-        values: Its fields.
-        prefix: Prefix of field names in errors.
-
     Raises:
         ValueError: `values` has an unknown field, lacks one, or has a value of another
             type.
@@ -215,11 +210,6 @@ def check_free(directory: Path, config: TrainConfig, *, resume: bool) -> None:
     """Check that the run of `config` may write into `directory`.
 
     A run without a checkpoint may be resumed with other settings.
-
-    Args:
-        directory: Directory that the run writes to.
-        config: Settings of the run.
-        resume: True: the run there may be resumed.
 
     Raises:
         ValueError: the directory has another run or other files, or is a file, there is

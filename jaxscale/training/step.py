@@ -77,9 +77,6 @@ def trained_part(state: TrainState) -> TrainState:
     """`state` without the parameters of the model that are `jaxscale.nn.lora.Frozen`.
 
     The model becomes an `nnx.State`, if it has any.
-
-    Args:
-        state: The state, or a tree of its structure.
     """
     if not has_frozen(state.model):
         return state
@@ -93,12 +90,7 @@ def frozen_part(model: Any) -> Any:
 
 
 def with_frozen(trained: Any, model: Any) -> Any:
-    """`model` with its trained parameters replaced.
-
-    Args:
-        trained: The model of `trained_part`.
-        model: The model with the frozen parameters.
-    """
+    """`model` with its trained parameters replaced."""
     graph, frozen, _ = nnx.split(model, Frozen, ...)
     return nnx.merge(graph, frozen, trained)
 

@@ -26,9 +26,6 @@ from pallas_kernels.varlen_attention.inputs import (
 from pallas_kernels.varlen_attention.segments import Window
 
 
-__all__ = ["attention"]
-
-
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

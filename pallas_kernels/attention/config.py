@@ -10,8 +10,6 @@ from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.varlen_attention.segments import Window
 
 
-__all__ = ["Problem"]
-
 _LEAST_TOKENS: Mapping[tuple[str, int], tuple[int, int]] = {
     ("fwd", 64): (1024, 2048),
     ("fwd", 128): (8192, 2048),

@@ -13,9 +13,6 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec
 
 
-__all__ = ["attention", "unsupported"]
-
-
 def unsupported(problem: Problem, device: DeviceSpec | None) -> str | None:
     """Say why cuDNN cannot do it, or is not there; None where it can."""
     p = problem

@@ -10,9 +10,6 @@ import jax.numpy as jnp
 from pallas_kernels.attention.config import Problem
 
 
-__all__ = ["attention"]
-
-
 def attention(
     q: jax.Array,
     k: jax.Array,

@@ -49,14 +49,6 @@ from pallas_kernels.mosaic import DeviceSpec, as_varying, unmarked, varying
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 
 
-__all__ = [
-    "Workspace",
-    "low_latency_all_reduce",
-    "make_workspace",
-    "one_shot_all_reduce",
-    "was_faster",
-]
-
 CHUNK = (32, 64)
 """Rows and columns of a chunk, with the array viewed as rows of 64 elements."""
 
@@ -243,11 +235,6 @@ def low_latency_all_reduce(
 
 def was_faster(elements: int, devices: int, device: DeviceSpec) -> bool:
     """Whether decode steps were measured to be faster than with XLA's all-reduce.
-
-    Args:
-        elements: elements of the array.
-        devices: size of the mesh axis.
-        device: the GPU.
 
     Example:
         >>> from pallas_kernels.mosaic import H200

@@ -21,9 +21,6 @@ from pallas_kernels.dispatch import as_hashable
 from pallas_kernels.mosaic import DeviceSpec, as_varying, varying
 
 
-__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
-
-
 def all_gather_matmul(
     x: Float[Array, "*B m K"],
     w: Float[Array, "P Q"] | Sequence[Float[Array, "_ _"]],

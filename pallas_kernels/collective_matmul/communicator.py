@@ -47,9 +47,6 @@ from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.pipeline import proxy_fence
 
 
-__all__ = ["Chunks", "divide", "peers", "relay", "wait_for_signal"]
-
-
 def wait_for_signal(
     semaphore: Ref, value: Scalar, memory_scope: Literal["sys", "gpu"] = "sys"
 ) -> None:

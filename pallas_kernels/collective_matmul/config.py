@@ -21,16 +21,6 @@ from pallas_kernels.matmul.config import MatmulConfig
 from pallas_kernels.mosaic import DeviceSpec, varying
 
 
-__all__ = [
-    "Call",
-    "CollectiveConfig",
-    "CollectiveProblem",
-    "Kind",
-    "candidates",
-    "heuristic",
-    "in_order_of_k",
-]
-
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
@@ -163,14 +153,7 @@ class CollectiveProblem:
     def of(
         cls, kind: Kind, x: Any, ws: Sequence[Any], call: Call
     ) -> "CollectiveProblem":
-        """The problem of a call.
-
-        Args:
-            kind: which collective.
-            x: [B,m,K] of an all-gather; of a reduction a tuple of [B,M,K_i].
-            ws: weights.
-            call: the rest.
-        """
+        """The problem of a call."""
         gathers = kind == "all_gather"
         xs = (x,) if gathers else x
         batch, rows, _ = xs[0].shape
@@ -326,10 +309,6 @@ def _pairs(problem: CollectiveProblem, config: CollectiveConfig) -> CollectiveCo
 
 def heuristic(problem: CollectiveProblem, device: DeviceSpec) -> CollectiveConfig:
     """The config of a problem that was never tuned.
-
-    Args:
-        problem: what to compute.
-        device: number of multiprocessors.
 
     Returns:
         The tile of least estimated time, in clusters of two where that gains; writes to

@@ -26,8 +26,6 @@ from jax.sharding import AbstractMesh, Mesh
 from pallas_kernels.dispatch import Unsupported
 
 
-__all__ = ["by_device_order"]
-
 logger = logging.getLogger("pallas_kernels")
 
 _logged: set[tuple[str, str]] = set()

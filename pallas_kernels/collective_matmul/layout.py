@@ -32,17 +32,6 @@ from pallas_kernels.mosaic.pipeline import launch
 from pallas_kernels.scaled_matmul import mosaic_gpu as scaled
 
 
-__all__ = [
-    "Layout",
-    "ScaledArray",
-    "cut_tiles",
-    "grid",
-    "pad",
-    "scales_of",
-    "values_of",
-]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """The rows and the devices of one problem, as seen from this device."""

@@ -54,9 +54,6 @@ from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.scaled_matmul.mosaic_gpu import Scales, promote_tile
 
 
-__all__ = ["all_gather_matmul"]
-
-
 def all_gather_matmul(
     x: Any,
     ws: Sequence[Any],

@@ -72,9 +72,6 @@ from pallas_kernels.mosaic.pipeline import next_slot
 from pallas_kernels.scaled_matmul.mosaic_gpu import Scales, promote_tile
 
 
-__all__ = ["matmul_all_reduce", "matmul_reduce_scatter"]
-
-
 def matmul_reduce_scatter(
     xs: Sequence[Any],
     ws: Sequence[Any],

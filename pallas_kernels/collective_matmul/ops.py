@@ -39,18 +39,6 @@ from pallas_kernels.matmul.api import run as run_local
 from pallas_kernels.mosaic import DeviceSpec, as_varying, check_hopper, varying
 
 
-__all__ = [
-    "ALL_GATHER",
-    "ALL_REDUCE",
-    "OPS",
-    "REDUCE_SCATTER",
-    "Op",
-    "all_gather_matmul",
-    "matmul_all_reduce",
-    "matmul_reduce_scatter",
-    "run",
-]
-
 type Arrays = tuple[jax.Array, ...]
 type Operands = tuple[Any, ...]
 """Arrays or `ScaledArray`s."""

@@ -15,9 +15,6 @@ from jaxtyping import Array, Float
 from pallas_kernels.matmul import reference
 
 
-__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
-
-
 def all_gather_matmul(
     xs: Sequence[Float[Array, "*B m K"]], ws: Sequence[Float[Array, "K N"]]
 ) -> list[Float[Array, "*B M N"]]:

@@ -31,9 +31,6 @@ from pallas_kernels.scaled_matmul import scaled_matmul
 from pallas_kernels.scaled_matmul.api import check_operands
 
 
-__all__ = ["scaled_all_gather_matmul", "scaled_matmul_reduce_scatter"]
-
-
 def scaled_all_gather_matmul(
     a: Float[Array, "*B m K"],
     b: Float[Array, "N _K"] | Sequence[Float[Array, "_ _"]],

@@ -4,9 +4,6 @@ import dataclasses
 from typing import Literal
 
 
-__all__ = ["ROWS", "SPECS", "TENSOR_PARALLEL", "Spec"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
     """A bfloat16 matmul ``[M,k] x [k,n]``, in global sizes.

@@ -27,20 +27,6 @@ from pallas_kernels.matmul import xla
 from pallas_kernels.mosaic import as_varying, varying
 
 
-__all__ = [
-    "all_gather",
-    "all_gather_matmul",
-    "all_reduce",
-    "matmul_all_reduce",
-    "matmul_reduce_scatter",
-    "reduce_scatter",
-    "ring_all_gather_matmul",
-    "ring_matmul_all_reduce",
-    "ring_matmul_reduce_scatter",
-    "sum_of_products",
-    "zeros",
-]
-
 type Arrays = tuple[jax.Array, ...]
 
 _ROWS = 1  # the axis of [B,m,K] that is gathered and scattered

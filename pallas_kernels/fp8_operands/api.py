@@ -27,15 +27,6 @@ from pallas_kernels.partition import check_local
 from pallas_kernels.scaled_matmul.quantize import check_fp8
 
 
-__all__ = [
-    "QuantizedRows",
-    "quantize_and_transpose",
-    "quantize_rows",
-    "transpose",
-    "transpose_rows",
-]
-
-
 class QuantizedRows(NamedTuple):
     """A matrix in 8 bits, ``data * scale[:, None]``."""
 

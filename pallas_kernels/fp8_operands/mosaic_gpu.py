@@ -32,15 +32,6 @@ from pallas_kernels.mosaic import DeviceSpec, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref
 
 
-__all__ = [
-    "MOST_COLUMNS",
-    "TILE",
-    "quantize_and_transpose",
-    "quantize_rows",
-    "transpose",
-    "transpose_rows",
-]
-
 MOST_COLUMNS = 16_384
 """Most columns of a row: 128 numbers a lane, and as many maxima of columns."""
 

@@ -6,9 +6,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
-__all__ = ["quantize_rows", "requantize_transposed", "scale_of"]
-
-
 def scale_of(
     x: Float[Array, "..."], dtype: DTypeLike, axis: int | None = None
 ) -> Array:

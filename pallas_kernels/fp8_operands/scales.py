@@ -6,8 +6,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
-__all__ = ["inverse_bits", "inverse_scale", "power_of_two_scale", "scale_bits"]
-
 _MANTISSA = 23
 """Bits of the mantissa of fp32."""
 

@@ -3,9 +3,6 @@
 import dataclasses
 
 
-__all__ = ["SPECS", "Fp8OperandSpec"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8OperandSpec:
     """A named operand ``[m,k]`` that is quantized to fp8 in both layouts."""

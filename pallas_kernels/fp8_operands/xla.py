@@ -8,9 +8,6 @@ from jax.typing import DTypeLike
 from pallas_kernels.fp8_operands.scales import inverse_scale, power_of_two_scale
 
 
-__all__ = ["quantize_and_transpose", "quantize_rows", "transpose_rows"]
-
-
 def _rounded_to(x: jax.Array, through: DTypeLike) -> jax.Array:
     """X in fp32 with no more bits than `through` has.
 

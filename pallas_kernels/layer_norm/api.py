@@ -28,9 +28,6 @@ from pallas_kernels.mosaic import (
 from pallas_kernels.partition import by_shards, check_local
 
 
-__all__ = ["layer_norm"]
-
-
 def layer_norm(
     x: Float[Array, "*B D"],
     scale: Float[Array, " _D"],

@@ -3,9 +3,6 @@
 import dataclasses
 
 
-__all__ = ["LayerNormConfig"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerNormConfig:
     """Distribution of rows over warps."""

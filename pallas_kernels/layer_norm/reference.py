@@ -4,9 +4,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-__all__ = ["layer_norm"]
-
-
 def layer_norm(
     x: Float[Array, "*B D"],
     scale: Float[Array, "D"],

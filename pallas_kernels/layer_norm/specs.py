@@ -3,9 +3,6 @@
 import dataclasses
 
 
-__all__ = ["SPECS", "LayerNormSpec"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerNormSpec:
     """A named norm of ``[t,d]`` of bfloat16."""

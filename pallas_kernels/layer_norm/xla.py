@@ -5,9 +5,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 
-__all__ = ["layer_norm"]
-
-
 def layer_norm(
     x: jax.Array,
     scale: jax.Array,

@@ -9,16 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-__all__ = [
-    "ACTIVATIONS",
-    "KERNEL_ACTIVATIONS",
-    "activate",
-    "check_activation",
-    "gelu",
-    "gelu_by_erf",
-]
-
-
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """``x * Phi(x)`` with the distribution function of the normal distribution.
 

@@ -28,9 +28,6 @@ from pallas_kernels.mosaic import DeviceSpec, as_varying, keep_mark, varying
 from pallas_kernels.partition import by_shards
 
 
-__all__ = ["matmul", "run"]
-
-
 def matmul(
     x: Float[Array, "*B M K"],
     w: Float[Array, "P Q"],

@@ -22,8 +22,6 @@ from pallas_kernels.cost_model import (
 from pallas_kernels.mosaic import DeviceSpec
 
 
-__all__ = ["DenseProblem", "MatmulConfig", "Problem", "candidates", "heuristic"]
-
 CONSUMERS = 2
 """Consumer warpgroups, which multiply; one more, the producer, loads their operands."""
 
@@ -264,11 +262,6 @@ def heuristic[C: MatmulConfig](
     problem: Problem, device: DeviceSpec, tiles: Sequence[C] = _TILES
 ) -> C:
     """The config of a problem that was never tuned.
-
-    Args:
-        problem: what to compute.
-        device: number of multiprocessors.
-        tiles: configs to choose from.
 
     Returns:
         The tile of least estimated time, in clusters of two where the tiles pair up.

@@ -31,8 +31,6 @@ from pallas_kernels.mosaic import (
 from pallas_kernels.partition import by_shards, check_local
 
 
-__all__ = ["OUT_NAME", "dense"]
-
 OUT_NAME = "dense_out"
 """The name of the pre-activations, for policies of `jax.checkpoint`."""
 

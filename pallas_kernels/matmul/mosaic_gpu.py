@@ -64,23 +64,6 @@ from pallas_kernels.mosaic.pipeline import (
 )
 
 
-__all__ = [
-    "Columns",
-    "Tiles",
-    "check_columns",
-    "check_problem",
-    "check_sizes",
-    "grid",
-    "load_tile",
-    "matmul",
-    "multiply_tile",
-    "pad_rows",
-    "run_tiles",
-    "snake_tiles",
-    "store_tile",
-    "tile_at",
-]
-
 # A block of 384 threads is launched with 168 registers each, 504 for three warpgroups'
 # threads together: with more asked for, a consumer would wait for them forever.
 REGISTERS = 40, 232

@@ -38,8 +38,6 @@ from pallas_kernels.mosaic import DeviceSpec, check_smem
 from pallas_kernels.mosaic.aliases import Scalar
 
 
-__all__ = ["dense", "dense_config"]
-
 CHUNK = 64
 """Columns of a chunk, 128 bytes."""
 

@@ -5,9 +5,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-__all__ = ["matmul"]
-
-
 def matmul(x: Float[Array, "*B M K"], w: Float[Array, "K N"]) -> Float[Array, "*B M N"]:
     """``y[..., m, n] = sum_k x[..., m, k] w[k, n]`` in fp32.
 

@@ -3,9 +3,6 @@
 import dataclasses
 
 
-__all__ = ["SPECS", "MatmulSpec"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulSpec:
     """A named bfloat16 matmul ``[m,k] x [k,n]``."""

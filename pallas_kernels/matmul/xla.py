@@ -6,9 +6,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 
-__all__ = ["matmul"]
-
-
 def matmul(
     x: jax.Array,
     w: jax.Array,

@@ -3,8 +3,6 @@
 from typing import Any
 
 
-__all__ = ["Ref", "Scalar"]
-
 type Ref = Any
 """A reference to global or shared memory, a barrier or an accumulator."""
 

@@ -11,8 +11,6 @@ from jax.typing import DTypeLike
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 
 
-__all__ = ["CHUNK", "chunked", "copy_rows", "smem_bytes", "smem_transforms"]
-
 CHUNK = 64
 """Columns of a chunk: 128 bytes of 16-bit numbers, the widest swizzled line."""
 

@@ -15,15 +15,6 @@ import jax
 from pallas_kernels.dispatch import Unsupported
 
 
-__all__ = [
-    "H200",
-    "DeviceSpec",
-    "check_hopper",
-    "check_smem",
-    "resident_clusters",
-    "use_device",
-]
-
 # Largest dynamic shared memory of one block, by compute capability.
 _SMEM_BYTES = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448, (10, 0): 232_448}
 

@@ -19,19 +19,6 @@ from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import smem_transforms
 
 
-__all__ = [
-    "FLAT",
-    "any_of_warp",
-    "distances",
-    "in_register_order",
-    "keep_band",
-    "load_in_register_order",
-    "load_rows",
-    "scale_and_add_row",
-    "store_columns",
-    "store_rows",
-]
-
 _FAR = 2**30
 """Larger than any index, and small enough to be added to one."""
 

@@ -10,16 +10,6 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 
-__all__ = [
-    "as_varying",
-    "constant",
-    "keep_mark",
-    "unmarked",
-    "vary_alike",
-    "varying",
-]
-
-
 def varying(*arrays: jax.Array) -> frozenset[str]:
     """Mesh axes over which any of the arrays varies, inside `jax.shard_map`."""
     return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))

@@ -24,17 +24,6 @@ from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.device import DeviceSpec, resident_clusters
 
 
-__all__ = [
-    "drain",
-    "hand_over",
-    "launch",
-    "next_slot",
-    "previous_slot",
-    "proxy_fence",
-    "run_roles",
-]
-
-
 def launch(
     work: int, device: DeviceSpec, what: str, *, warpgroups: int, cluster: int = 1
 ) -> dict[str, Any]:

@@ -20,17 +20,6 @@ from jaxlib.mlir.dialects import arith, llvm, math, memref
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 
 
-__all__ = [
-    "copy_line",
-    "decode_block",
-    "find_tile",
-    "largest_divisor",
-    "read_number",
-    "snake_order",
-    "take_ticket",
-]
-
-
 def snake_order(
     index: jax.Array,
     tiles: tuple[int, int],

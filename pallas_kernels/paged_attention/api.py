@@ -24,9 +24,6 @@ from pallas_kernels.partition import by_shards
 from pallas_kernels.varlen_attention.inputs import resolve_scale, resolve_softcap
 
 
-__all__ = ["paged_attention"]
-
-
 def paged_attention(
     q: Float[Array, "B R N H"],
     kv: Float[Array, "B R 2 K H"],

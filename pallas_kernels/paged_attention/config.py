@@ -3,8 +3,6 @@
 import dataclasses
 
 
-__all__ = ["BLOCK", "PagedAttentionConfig"]
-
 BLOCK = 64
 """Keys per step. With 128, fewer steps are in flight, and nothing is gained."""
 

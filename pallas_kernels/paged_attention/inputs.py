@@ -12,8 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-__all__ = ["FP8", "Inputs", "Scores", "as_stored"]
-
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 """The type of pages that have scales."""
 

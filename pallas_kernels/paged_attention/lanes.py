@@ -15,13 +15,6 @@ from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.paged_attention.problem import Cut
 
 
-__all__ = [
-    "copy_page_ids",
-    "find_split",
-    "store_first_rows",
-    "take_ticket_and_count",
-]
-
 _LANES = 32
 
 

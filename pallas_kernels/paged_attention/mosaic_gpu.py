@@ -31,8 +31,6 @@ from pallas_kernels.paged_attention.problem import ROWS, WARPS, Problem
 from pallas_kernels.partition import check_local
 
 
-__all__ = ["make_problem", "paged_attention"]
-
 HEAD_DIMS = (64, 128, 256)
 PAGES = (8, 16, 32, 64, 128, 256)
 MOST_ROWS = 1024

@@ -59,8 +59,6 @@ from pallas_kernels.paged_attention.operands import (
 from pallas_kernels.paged_attention.problem import WARPS, Problem
 
 
-__all__ = ["run"]
-
 _REGISTERS = {1: (56, 240), 2: (64, 192)}
 """Of a thread that copies and of one that computes, by teams: what one gives up of the
 registers that a block starts with, others may take."""

@@ -20,18 +20,6 @@ from pallas_kernels.mosaic.copies import CHUNK, smem_transforms
 from pallas_kernels.paged_attention.config import BLOCK
 
 
-__all__ = [
-    "PER_QUERY",
-    "add_keys",
-    "in_order_of_keys",
-    "in_order_of_values",
-    "largest_of_keys",
-    "load_keys",
-    "load_values",
-    "store_queries",
-    "store_transposed",
-]
-
 PER_QUERY = plgpu.Layout.WGMMA.reduce(0)
 """Layout of a number for each column of accumulators."""
 

@@ -15,8 +15,6 @@ from pallas_kernels.paged_attention.config import BLOCK
 from pallas_kernels.paged_attention.inputs import Scores
 
 
-__all__ = ["ROWS", "WARPS", "Cut", "Problem"]
-
 ROWS = 64
 """Queries of a key/value head, of its group and of all new tokens, at most."""
 

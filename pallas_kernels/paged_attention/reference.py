@@ -5,9 +5,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 
-__all__ = ["paged_attention"]
-
-
 def paged_attention(
     q: Float[Array, "B R N H"],
     kv: Float[Array, "B R 2 K H"],

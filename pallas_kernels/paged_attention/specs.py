@@ -3,9 +3,6 @@
 import dataclasses
 
 
-__all__ = ["SPECS", "PagedSpec"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedSpec:
     """A named decode step: `batch` sequences with `context` cached tokens each."""

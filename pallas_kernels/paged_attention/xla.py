@@ -13,8 +13,6 @@ from jaxtyping import Array, Float
 from pallas_kernels.paged_attention.inputs import Inputs, Scores, as_stored
 
 
-__all__ = ["append", "paged_attention"]
-
 _CHUNK = 512
 """Tokens of a row that are gathered at a time, about."""
 

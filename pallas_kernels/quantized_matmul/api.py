@@ -35,8 +35,6 @@ from pallas_kernels.quantized_matmul.config import (
 )
 
 
-__all__ = ["WEIGHT_DTYPES", "quantized_matmul"]
-
 WEIGHT_DTYPES = ("int8", "float8_e4m3fn")
 """Types of a quantized weight."""
 

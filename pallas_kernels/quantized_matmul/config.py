@@ -12,8 +12,6 @@ from jax.typing import DTypeLike
 from pallas_kernels.mosaic import DeviceSpec, smem_bytes
 
 
-__all__ = ["ROWS", "Problem", "QuantizedMatmulConfig", "candidates", "heuristic"]
-
 ROWS = 64
 """Output features per warpgroup: the rows of one tensor-core instruction."""
 

@@ -51,8 +51,6 @@ from pallas_kernels.quantized_matmul.config import (
 from pallas_kernels.quantized_matmul.widen import in_order_of_pairs, load_widened
 
 
-__all__ = ["check_problem", "quantized_matmul"]
-
 _TILE_ROWS, _LINE = 8, 64
 """Rows and columns of a tile of the layouts in shared memory."""
 

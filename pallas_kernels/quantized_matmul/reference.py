@@ -5,9 +5,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 
-__all__ = ["quantized_matmul"]
-
-
 def quantized_matmul(
     x: Float[Array, "*B M K"], w: Num[Array, "N K"], scale: Float[Array, " N"]
 ) -> Float[Array, "*B M N"]:

@@ -3,9 +3,6 @@
 import dataclasses
 
 
-__all__ = ["SPECS", "QuantizedMatmulSpec"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedMatmulSpec:
     """A named matmul ``[m,k] x [n,k]^T`` of bfloat16 and an 8-bit weight."""

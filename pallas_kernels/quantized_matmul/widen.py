@@ -21,8 +21,6 @@ from jaxlib.mlir.dialects import llvm
 from pallas_kernels.mosaic.aliases import Ref
 
 
-__all__ = ["HIGH", "REBIAS", "in_order_of_pairs", "load_widened"]
-
 _NARROW, _WIDE = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA
 
 HIGH = 0x4300_4300

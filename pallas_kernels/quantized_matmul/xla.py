@@ -9,9 +9,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 
-__all__ = ["quantized_matmul"]
-
-
 def quantized_matmul(
     x: jax.Array, w: jax.Array, scale: jax.Array, *, out_dtype: DTypeLike
 ) -> jax.Array:

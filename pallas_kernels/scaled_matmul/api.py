@@ -37,9 +37,6 @@ from pallas_kernels.scaled_matmul.config import (
 from pallas_kernels.scaled_matmul.quantize import check_fp8
 
 
-__all__ = ["scaled_matmul"]
-
-
 def scaled_matmul(
     a: Float[Array, "*B M K"],
     b: Float[Array, "N _K"],

@@ -11,15 +11,6 @@ from pallas_kernels.matmul.config import MatmulConfig, Problem
 from pallas_kernels.mosaic import DeviceSpec
 
 
-__all__ = [
-    "DEPTH",
-    "ScaledMatmulConfig",
-    "ScaledProblem",
-    "candidates",
-    "heuristic",
-    "promoted_columns",
-]
-
 DEPTH = 128
 """Products that the tensor cores accumulate before the sum is promoted to fp32
 registers: one line of shared memory, and a stage of the ring."""

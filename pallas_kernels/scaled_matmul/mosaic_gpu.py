@@ -54,14 +54,6 @@ from pallas_kernels.scaled_matmul.config import (
 from pallas_kernels.scaled_matmul.quantize import FP8_DTYPES
 
 
-__all__ = [
-    "Scales",
-    "check_config",
-    "check_problem",
-    "promote_tile",
-    "scaled_matmul",
-]
-
 type Sums = tuple[jax.Array, ...]
 """fp32 [block_m, block_n] in parts of some columns."""
 

@@ -8,8 +8,6 @@ from jaxtyping import Array, Float, Num
 from pallas_kernels.dispatch import check_floating
 
 
-__all__ = ["FP8_DTYPES", "check_fp8", "quantize_fp8"]
-
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 """Types of the operands: E4M3, up to 448, and E5M2, up to 57,344 with one bit less of
 mantissa."""
@@ -17,9 +15,6 @@ mantissa."""
 
 def check_fp8(**dtypes: DTypeLike) -> None:
     """Refuses types other than the fp8 types of the tensor cores.
-
-    Args:
-        **dtypes: type of each argument, by its name.
 
     Raises:
         ValueError: a type is none of `FP8_DTYPES`.

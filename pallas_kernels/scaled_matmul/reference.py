@@ -5,9 +5,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-__all__ = ["scaled_matmul"]
-
-
 def scaled_matmul(
     a: Float[Array, "*B M K"],
     b: Float[Array, "N K"],

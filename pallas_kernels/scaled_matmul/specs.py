@@ -3,9 +3,6 @@
 import dataclasses
 
 
-__all__ = ["SPECS", "ScaledMatmulSpec"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledMatmulSpec:
     """A named fp8 matmul ``[m,k] x [n,k]^T``, quantized from bfloat16."""

@@ -6,9 +6,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 
-__all__ = ["scaled_matmul"]
-
-
 def scaled_matmul(
     a: jax.Array,
     b: jax.Array,

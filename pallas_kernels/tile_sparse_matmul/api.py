@@ -44,8 +44,6 @@ from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 from pallas_kernels.tile_sparse_matmul.transposed import has_tiles, transposed
 
 
-__all__ = ["OUT_NAME", "tile_sparse_matmul"]
-
 OUT_NAME = "tile_sparse_matmul_out"
 """The name of the pre-activations, for policies of `jax.checkpoint`."""
 

@@ -17,15 +17,6 @@ from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 
 
-__all__ = [
-    "FEW_TOKENS",
-    "GradConfig",
-    "Problem",
-    "TileSparseConfig",
-    "candidates",
-    "heuristic",
-]
-
 FEW_TOKENS = 64
 """Tokens that fit into the smallest block: decode."""
 TILES = (64, 128, 256)
@@ -264,10 +255,6 @@ def _fits(problem: Problem, block_tokens: int) -> bool:
 
 def heuristic(problem: Problem, device: DeviceSpec) -> TileSparseConfig:
     """The config of a problem that was never tuned.
-
-    Args:
-        problem: what to compute.
-        device: number of multiprocessors.
 
     Returns:
         The largest block that keeps the multiprocessors busy; for few tokens, the rows

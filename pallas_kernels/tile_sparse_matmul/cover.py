@@ -19,9 +19,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 
-__all__ = ["cover", "group_columns", "pin_zeros"]
-
-
 def group_columns(mask: Bool[np.ndarray, "K N"], tile: int) -> Int[np.ndarray, " C"]:
     """The columns that keep weights, so ordered that tiles of them keep few rows.
 

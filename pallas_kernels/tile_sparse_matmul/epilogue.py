@@ -7,9 +7,6 @@ from jax.typing import DTypeLike
 from pallas_kernels.matmul.activations import activate, gelu_by_erf
 
 
-__all__ = ["activate_in_fp32", "apply"]
-
-
 def activate_in_fp32(
     x: jax.Array, activation: str | None, dtype: DTypeLike
 ) -> jax.Array:

@@ -16,8 +16,6 @@ from pallas_kernels.dispatch import check_floating
 from pallas_kernels.tile_sparse_matmul.format import TileSparse
 
 
-__all__ = ["FORMAT_VERSION", "load_tile_sparse", "save_tile_sparse"]
-
 FORMAT_VERSION = 2
 """Version of the files that `save_tile_sparse` writes; 2 added the checksum."""
 

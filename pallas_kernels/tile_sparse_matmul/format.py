@@ -43,8 +43,6 @@ from pallas_kernels.tile_sparse_matmul.validation import (
 )
 
 
-__all__ = ["STEP", "TileSparse"]
-
 _LEAVES = ("values", "rows", "counts", "columns", "places", "order")
 _STATIC = ("shape", "granularity", "equal_counts", "steps")
 

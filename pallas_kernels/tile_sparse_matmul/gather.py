@@ -27,8 +27,6 @@ from pallas_kernels.mosaic import smem_transforms
 from pallas_kernels.mosaic.aliases import Ref
 
 
-__all__ = ["commit_gather", "gather_rows", "held_rows", "load_rows", "wait_gathers"]
-
 _LANES, _WARPS = 32, 4
 _CHUNK = 16  # bytes of one copy
 _LINE = 128  # bytes of a swizzled line: eight chunks

@@ -61,9 +61,6 @@ from pallas_kernels.tile_sparse_matmul.ring import (
 )
 
 
-__all__ = ["check_problem", "tile_sparse_matmul"]
-
-
 def check_problem(problem: Problem) -> None:
     """Checks that the kernel can serve a problem.
 

@@ -41,9 +41,6 @@ from pallas_kernels.tile_sparse_matmul.ring import (
 )
 
 
-__all__ = ["grad_values"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Cut:
     """A problem cut by a config; the tokens are padded to whole steps."""

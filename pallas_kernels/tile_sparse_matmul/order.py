@@ -15,8 +15,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 
-__all__ = ["RESIDENT", "Turns", "balanced_turns", "shares"]
-
 RESIDENT = 32 * 2**20
 """Bytes of activations that the L2 cache of a Hopper GPU (50 MB) keeps beside weights:
 every round may then read all of them, and one band is enough."""

@@ -7,9 +7,6 @@ from jaxtyping import Array, Float
 from pallas_kernels.tile_sparse_matmul.format import TileSparse
 
 
-__all__ = ["tile_sparse_matmul"]
-
-
 def tile_sparse_matmul(
     x: Float[Array, "*B M K"], w: TileSparse
 ) -> Float[Array, "*B M N"]:

@@ -25,14 +25,6 @@ from pallas_kernels.mosaic.pipeline import drain, next_slot, previous_slot
 from pallas_kernels.tile_sparse_matmul.gather import commit_gather, wait_gathers
 
 
-__all__ = [
-    "GatherRing",
-    "check_tiles",
-    "multiply_steps",
-    "run_warpgroups",
-    "two_producers",
-]
-
 # All warpgroups together have 512 registers for each of 128 threads. The one that
 # gathers computes addresses, the one that loads only starts copies.
 _REGISTERS = {

@@ -14,9 +14,6 @@ from jax.typing import DTypeLike
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 
 
-__all__ = ["SHAPES", "SPECS", "TileSparseSpec"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileSparseSpec:
     """A named tile-sparse matmul."""

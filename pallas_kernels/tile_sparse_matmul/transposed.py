@@ -14,9 +14,6 @@ import jax.numpy as jnp
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 
 
-__all__ = ["has_tiles", "transposed"]
-
-
 def has_tiles(w: TileSparse) -> bool:
     """Return whether the transpose of a weight is tile-wise, for the kernels."""
     whole = w.shape[1] == w.tiles * w.tile and w.columns is None

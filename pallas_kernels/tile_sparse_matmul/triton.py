@@ -27,9 +27,6 @@ from pallas_kernels.tile_sparse_matmul.config import TILES
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
 
 
-__all__ = ["Launch", "launch_of", "tile_sparse_kernel", "tile_sparse_matmul"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
     """The tiling and launch of one matmul by Triton."""

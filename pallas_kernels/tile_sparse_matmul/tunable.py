@@ -44,12 +44,7 @@ def problems() -> Mapping[str, Problem]:
 
 
 def random_weight(problem: Problem, key: jax.Array) -> TileSparse:
-    """A weight with full tiles of random rows, made on the device.
-
-    Args:
-        problem: its shape.
-        key: of `jax.random`.
-    """
+    """A weight with full tiles of random rows, made on the device."""
     values_key, rows_key = jax.random.split(key)
     groups = problem.k // problem.granularity
     kept = problem.room // problem.granularity

@@ -11,16 +11,6 @@ import numpy as np
 from pallas_kernels.arrays import concrete
 
 
-__all__ = [
-    "STEP",
-    "check_columns",
-    "check_shapes",
-    "check_values",
-    "is_whole",
-    "kept_rows",
-    "room_for",
-]
-
 GRANULARITIES = (1, 8, 64)
 
 _LARGEST_INDEX = 2**31 - 1

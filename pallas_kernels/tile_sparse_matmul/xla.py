@@ -20,9 +20,6 @@ from jax.typing import DTypeLike
 from pallas_kernels.tile_sparse_matmul.format import TileSparse
 
 
-__all__ = ["dense_matmul", "gathers", "grad_values", "tile_sparse_matmul"]
-
-
 def gathers(w: TileSparse, tokens: int) -> bool:
     """Return whether gathering activations moves less than unpacking the weight."""
     return tokens * w.tiles * w.room <= w.shape[0] * w.packed_columns

@@ -76,8 +76,6 @@ from pallas_kernels.varlen_attention.scheduler import (
 )
 
 
-__all__ = ["FIELDS", "backward", "key_heads_together", "key_table", "query_table"]
-
 FIELDS = (
     "row", "k_base", "k_first", "k_stop", "index", "k_tiles", "first", "last",
     "full_first", "full_last", "offset", "q_start", "q_len", "reach", "q_tile",

@@ -20,9 +20,6 @@ from pallas_kernels.varlen_attention.inputs import Scores
 from pallas_kernels.varlen_attention.mainloop_backward import query_start
 
 
-__all__ = ["Producer", "rank_of", "units"]
-
-
 def units(problem: Problem, blocks: BackwardBlocks) -> int:
     """Parts of 64 x 64 of dq of a tile of queries and a head."""
     return blocks.block_q // ROWS * problem.chunks

@@ -36,8 +36,6 @@ from pallas_kernels.varlen_attention.inputs import Inputs, Scores
 from pallas_kernels.varlen_attention.relative_mosaic_gpu import TileTerms
 
 
-__all__ = ["backward_relative", "relative_smem"]
-
 _STAGE = 0
 """The boxes of one step are there at a time: two blocks share a multiprocessor."""
 

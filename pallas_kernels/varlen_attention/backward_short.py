@@ -44,8 +44,6 @@ from pallas_kernels.varlen_attention.scheduler import (
 )
 
 
-__all__ = ["KeyTile", "Place", "QueryTile", "Tile", "backward_short", "run_tiles"]
-
 _SHAPE = (ROWS, ROWS)
 
 type Place = tuple[Scalar, Scalar, Scalar]

@@ -9,21 +9,6 @@ from pallas_kernels.mosaic.copies import CHUNK, smem_bytes
 from pallas_kernels.mosaic.device import DeviceSpec
 
 
-__all__ = [
-    "BACKWARD_CONSUMERS",
-    "BACKWARD_TILES",
-    "MOST_SHORT_SEQUENCES",
-    "BackwardBlocks",
-    "ForwardBlocks",
-    "MosaicGpuConfig",
-    "Problem",
-    "backward_blocks",
-    "backward_smem",
-    "forward_blocks",
-    "forward_smem",
-    "query_buffers",
-]
-
 ROWS = 64
 """Rows of a tile per warpgroup."""
 
@@ -236,11 +221,6 @@ def forward_blocks(
 ) -> ForwardBlocks:
     """The forward blocks of a problem that was never tuned.
 
-    Args:
-        problem: what to compute.
-        device: the GPU.
-        alibi: whether scores depend on slopes, which takes registers.
-
     Returns:
         Tiles of 128 queries, with head dim 64 of 192 without ALiBi; of 64, if the
         sequences are so short on average (token budget over maximum number of
@@ -267,13 +247,6 @@ def backward_blocks(
     problem: Problem, device: DeviceSpec, alibi: bool = False, relative: bool = False
 ) -> BackwardBlocks:
     """The backward blocks of a problem that was never tuned.
-
-    Args:
-        problem: what to compute.
-        device: the GPU.
-        alibi: whether scores depend on slopes, which have gradients too.
-        relative: whether there is a relative bias, which only the kernel for short
-            sequences supports.
 
     Returns:
         The tiles for the head dim, with a block per query head for long sequences. For

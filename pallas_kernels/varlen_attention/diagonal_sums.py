@@ -24,8 +24,6 @@ from pallas_kernels.mosaic.copies import smem_transforms
 from pallas_kernels.varlen_attention.relative_mosaic_gpu import TileTerms
 
 
-__all__ = ["TilePlace", "store_diagonal_sums"]
-
 _LANES = 32
 _ROWS = 16
 """Rows of a warp, those that it holds of wgmma accumulators."""

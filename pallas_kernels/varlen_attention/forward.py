@@ -63,15 +63,6 @@ from pallas_kernels.varlen_attention.scheduler import (
 )
 
 
-__all__ = [
-    "forward",
-    "forward_outputs",
-    "heads_together",
-    "store_outputs",
-    "tile_fields",
-    "tile_table",
-]
-
 _L2_BYTES = 32 * 2**20
 """Keys and values of the heads that run together should fit in the L2 cache."""
 

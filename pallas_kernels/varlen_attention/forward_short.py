@@ -33,9 +33,6 @@ from pallas_kernels.varlen_attention.scheduler import Sequences, most_tiles
 from pallas_kernels.varlen_attention.segments import cut_cu_seqlens
 
 
-__all__ = ["forward_short", "sequence_of"]
-
-
 def forward_short(
     problem: Problem,
     scores: Scores,

@@ -21,18 +21,6 @@ from pallas_kernels.varlen_attention.relative import RelativeBuckets
 from pallas_kernels.varlen_attention.segments import Window
 
 
-__all__ = [
-    "Inputs",
-    "KnownPacking",
-    "Passes",
-    "Scores",
-    "resolve_per_head",
-    "resolve_scale",
-    "resolve_softcap",
-    "resolve_window",
-]
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class KnownPacking:

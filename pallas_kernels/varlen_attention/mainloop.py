@@ -29,14 +29,6 @@ from pallas_kernels.varlen_attention.inputs import Scores
 from pallas_kernels.varlen_attention.relative_mosaic_gpu import TileTerms
 
 
-__all__ = [
-    "LOG2E",
-    "ForwardMainloop",
-    "in_registers",
-    "step_start",
-    "tile_terms",
-]
-
 LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
 

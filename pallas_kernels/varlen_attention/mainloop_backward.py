@@ -40,8 +40,6 @@ from pallas_kernels.varlen_attention.mainloop import (
 )
 
 
-__all__ = ["OwnKeys", "SharedKeys", "query_start"]
-
 _DQ_PART = plgpu.WGMMAAccumulatorRef((ROWS, CHUNK), jnp.float32)
 
 

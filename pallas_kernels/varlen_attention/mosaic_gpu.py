@@ -56,8 +56,6 @@ from pallas_kernels.varlen_attention.inputs import Inputs, Passes, Scores
 from pallas_kernels.varlen_attention.mainloop import tile_terms
 
 
-__all__ = ["varlen_attention_mosaic_gpu"]
-
 _LARGEST_INT = 2**31 - 1
 
 

@@ -28,8 +28,6 @@ from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.varlen_attention.relative import RelativeBuckets
 
 
-__all__ = ["TABLE_COLUMNS", "TileTerms"]
-
 TABLE_COLUMNS = 256
 """Columns of the table of entries: the widest box that the copy engine takes."""
 

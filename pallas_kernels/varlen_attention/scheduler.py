@@ -31,16 +31,6 @@ from jaxtyping import Array, Bool, Int
 from pallas_kernels.varlen_attention.segments import Window
 
 
-__all__ = [
-    "AnyArray",
-    "Sequences",
-    "Tiles",
-    "interval_of_keys",
-    "most_tiles",
-    "namespace",
-    "tile_sequences",
-]
-
 type AnyArray = Array | np.ndarray
 """Of jax, or of numpy and known while a program is traced."""
 

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from benchmarks import collective_matmul as benchmark
-from benchmarks.measure import command, loops, records, timing
+from benchmarks.measure import command, loop_programs, loops, records, timing
 from benchmarks.rivals import collective_baselines as baselines
 from benchmarks.rivals.collective_baselines import AXIS
 from pallas_kernels.mosaic import H200, use_device
@@ -98,12 +98,12 @@ def run(kind, names, tp=4, **changes):
     forms = [
         form
         if form.name not in changes
-        else loops.Form(
+        else loop_programs.Form(
             **{**form.__dict__, "function": changes[form.name](form.function)}
         )
         for form in problem.forms
     ]
-    problem = loops.Problem(**{**problem.__dict__, "forms": forms})
+    problem = loop_programs.Problem(**{**problem.__dict__, "forms": forms})
     ((_, results),) = loops.measure([problem], samples=1)
     return {
         name: result.max_rel_error
@@ -133,7 +133,7 @@ def windowed_program(devices, kind):
     with benchmark_devices, mock.patch.object(jax, "make_mesh", lambda *a, **k: mesh):
         sizes = params(kind, len(devices), 1024, 2048, 2048)
         one = benchmark.problem(sizes, ["xla_windowed"])
-        jitted, arguments, _ = loops.program(one, one.forms[0])
+        jitted, arguments, _ = loop_programs.program(one, one.forms[0])
     return jitted, arguments
 
 
@@ -266,7 +266,7 @@ def test_loops_of_every_form_lower_for_cuda(case, monkeypatch):
     with use_device(H200):
         problem = benchmark.problem(case, benchmark.NAMES)
         for form in problem.forms:
-            program, arguments, calls = loops.program(problem, form)
+            program, arguments, calls = loop_programs.program(problem, form)
             try:
                 lowered = program.trace(*arguments).lower(lowering_platforms=("cuda",))
             except NotImplementedError as error:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import tensor_parallel_block as benchmark
-from benchmarks.measure import command, loops
+from benchmarks.measure import command, loop_programs
 from benchmarks.tensor_parallel_block import SHAPES, WEIGHTS
 
 
@@ -89,7 +89,7 @@ def run(kind, function, implementation, out_spec):
     device = functools.partial(
         function, shape=TINY, size=4, implementation=implementation
     )
-    mapped = loops.on_devices(
+    mapped = loop_programs.on_devices(
         problem.mesh,
         device,
         tuple(operand.spec for operand in problem.operands.values()),
@@ -119,7 +119,7 @@ def test_decoding_block(implementation):
         benchmark.decoding_block, shape=TINY, size=4, implementation=implementation
     )
     specs = tuple(operand.spec for operand in problem.operands.values())
-    mapped = loops.on_devices(problem.mesh, device, specs, P())
+    mapped = loop_programs.on_devices(problem.mesh, device, specs, P())
     with jax.default_matmul_precision("highest"):
         y = mapped(*arrays.values())
     a = {name: np.asarray(value, np.float64) for name, value in arrays.items()}

@@ -14,8 +14,7 @@ from jax.extend.core import Primitive, jaxprs_in_params
 from jaxscale.models import Decoder, preset
 from jaxscale.models.stack import REMAT_POLICIES, run_stack
 from jaxscale.nn import attention_state
-from jaxscale.sharding import dp, make_mesh
-from jaxscale.sharding.fp8 import fp8_column_parallel, fp8_row_parallel
+from jaxscale.sharding import column_parallel, dp, make_mesh, row_parallel
 from pallas_kernels.collective_matmul import (
     all_gather_matmul,
     matmul_all_reduce,
@@ -233,11 +232,11 @@ ROWS = COLUMNS | {"out_axes": ("batch", None, None)}
         (sparse_product, {"tile_sparse_matmul_out"}),
         (packed_attention, PACKED),
         (
-            lambda x, w: fp8_column_parallel(x[None], [w], **COLUMNS),
+            lambda x, w: column_parallel(x[None], [w], **COLUMNS),
             {"fp8_matmul_out", "fp8_operand"},
         ),
         (
-            lambda x, w: fp8_row_parallel([x[None]], [w], **ROWS),
+            lambda x, w: row_parallel([x[None]], [w], **ROWS),
             {"fp8_matmul_out", "fp8_operand"},
         ),
     ],

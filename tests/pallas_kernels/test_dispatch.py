@@ -2,12 +2,20 @@
 
 import logging
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import dispatch as dispatch_module
-from pallas_kernels.dispatch import Unsupported, check_floating, dispatch
+from pallas_kernels.dispatch import (
+    Unsupported,
+    as_hashable,
+    check_floating,
+    dispatch,
+    no_config,
+    no_derivative,
+)
 
 
 def refuses(reason):
@@ -138,3 +146,20 @@ def test_the_choice_is_logged_once(caplog, monkeypatch):
         "op runs implementation 'works'",
         "another runs implementation 'works'",
     ]
+
+
+def test_a_name_stays_a_name_where_a_sequence_becomes_hashable():
+    assert as_hashable("xla") == "xla" and as_hashable(None) is None
+    assert as_hashable(["fast", "xla"]) == ("fast", "xla")
+
+
+def test_a_config_is_declined_where_there_is_none_to_take():
+    no_config("op", None)
+    with pytest.raises(Unsupported, match="op: XLA takes no config, got 3"):
+        no_config("op", 3)
+
+
+def test_a_derivative_raises_the_error_that_is_given():
+    assert no_derivative(2.0, "why", OSError) == 2.0
+    with pytest.raises(OSError, match=r"^why\b"):
+        jax.grad(lambda x: no_derivative(x, "why", OSError))(2.0)

@@ -255,11 +255,6 @@ class RowUpdates:
     """Collects changes of rows until they are sent."""
 
     def __init__(self, slots: BatchRows[Sequence]) -> None:
-        """Start without changes.
-
-        Args:
-            slots: The owners of the rows.
-        """
         self._slots = slots
         self._grown: list[Sequence] = []
         self.replaying: list[Sequence] = []
@@ -270,12 +265,7 @@ class RowUpdates:
         self._grown.append(c)
 
     def take(self, placed: abc.Sequence[Sequence], tick: int) -> list[Change]:
-        """The changes since the last call, no cell twice.
-
-        Args:
-            placed: Sequences that go live in this step.
-            tick: Number of the step.
-        """
+        """The changes since the last call, no cell twice."""
         changes = []
         for row in self._slots.take_stopped():
             owner = self._slots.rows[row]

@@ -80,10 +80,6 @@ class BlockPool:
     def __init__(self, *, num_pages: int, page_size: int) -> None:
         """Start with all pages free.
 
-        Args:
-            num_pages: Number of pages on the device.
-            page_size: Tokens per page.
-
         Raises:
             ValueError: one of them is not positive.
         """

@@ -9,7 +9,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import queue
 import threading
 import time
@@ -19,10 +18,13 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jaxscale.inference.engine.batch_rows import NUM_STOPS
 from jaxscale.inference.engine.output_processor import OutputProcessor, Sink
 from jaxscale.inference.engine.runner import Runner
-from jaxscale.inference.engine.sample_inputs import SampleInputs
+from jaxscale.inference.engine.sample_inputs import (
+    SampleInputs,
+    stops_late,
+    token_masks,
+)
 from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.engine.scheduler_output import (
     Drawn,
@@ -30,10 +32,10 @@ from jaxscale.inference.engine.scheduler_output import (
     SchedulerOutput,
 )
 from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
-from jaxscale.inference.grammar import GrammarCompiler, Matcher, fill_masks
+from jaxscale.inference.grammar import GrammarCompiler, Matcher
 from jaxscale.inference.request import EngineDead, InvalidRequest, Request
 from jaxscale.inference.text import TextDecoder
-from jaxscale.inference.token_rules import TokenRules, token_mask
+from jaxscale.inference.token_rules import TokenRules
 
 
 @dataclasses.dataclass(slots=True)
@@ -362,12 +364,7 @@ class Engine:
 
     def _count(self, c: Sequence) -> None:
         """Have the device count the tokens of a sequence with penalties."""
-        params = c.request.params
-        if (
-            params.repetition_penalty == 1
-            and not params.presence_penalty
-            and not params.frequency_penalty
-        ):
+        if not c.request.params.counts_tokens:
             return
         if c not in self._counted:
             self._counted[c] = self._uncounted.pop()
@@ -397,7 +394,7 @@ class Engine:
 
     def _inputs(self, rows: abc.Sequence[Sequence | None]) -> SampleInputs:
         """The sampler's inputs for each row."""
-        if any(c and (c.request.params.masked or _stops_late(c)) for c in rows):
+        if any(c and (c.request.params.masked or stops_late(c)) for c in rows):
             # The mask of a row depends on pending tokens. The device computes the
             # logits in the meantime.
             while self._flying:
@@ -405,38 +402,17 @@ class Engine:
         live = [
             (i, c) for i, c in enumerate(rows) if c and c.state is SequenceStatus.DECODE
         ]
+        clients = [(i, c, client) for i, c in live if (client := self._client(c))]
         return SampleInputs(
             counted=[None if c is None else self._counted.get(c) for c in rows],
             want_top=any(c.request.params.logprobs for _, c in live),
-            masks=self._masks(live, len(rows)),
+            masks=token_masks(clients, len(rows), self.runner.model_config.vocab_size),
             biases={
                 i: c.request.params.logit_bias
                 for i, c in live
                 if c.request.params.logit_bias
             },
         )
-
-    def _masks(
-        self, live: abc.Sequence[tuple[int, Sequence]], num_rows: int
-    ) -> np.ndarray | None:
-        """The token masks of rows; None if the device needs none."""
-        waiting = [(i, c, client) for i, c in live if (client := self._client(c))]
-        matchers = [(client.matchers[c.index], i) for i, c, client in waiting]
-        guided = [(matcher, i) for matcher, i in matchers if matcher is not None]
-        ruled = [(i, c, client) for i, c, client in waiting if client.rules]
-        if not guided and not ruled and not any(_stops_late(c) for _, c in live):
-            return None
-        vocab = self.runner.model_config.vocab_size
-        masks = np.tile(_all_tokens(vocab), (num_rows, 1))
-        fill_masks(guided, masks)
-        for i, c, client in ruled:
-            client.rules[c.index].narrow(masks[i])
-        for i, c, client in waiting:
-            if c.num_drawn < c.request.params.min_tokens:
-                masks[i] &= ~token_mask(c.stops, vocab)
-            if not masks[i].any():
-                client.stuck.add(c.index)
-        return masks
 
     # From the device.
 
@@ -497,16 +473,6 @@ class Engine:
         if changed:
             for call in self.after_tick:
                 call()
-
-
-@functools.cache
-def _all_tokens(vocab_size: int) -> np.ndarray:
-    return token_mask(range(vocab_size), vocab_size)
-
-
-def _stops_late(c: Sequence) -> bool:
-    """Whether the host masks stop tokens of a row; the device knows `NUM_STOPS`."""
-    return len(c.stops) > NUM_STOPS and c.num_drawn < c.request.params.min_tokens
 
 
 def _drawn(out: jax.Array | None) -> Drawn | None:

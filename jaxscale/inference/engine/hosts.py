@@ -121,12 +121,6 @@ class Followers:
     """The other processes, on process 0."""
 
     def __init__(self, wire: Wire, sockets: dict[int, socket.socket]) -> None:
-        """Start to watch them.
-
-        Args:
-            wire: The programs.
-            sockets: Connections by process number.
-        """
         self.error: HostLost | None = None
         """The error of a lost process, if any."""
         self._wire, self._sockets = wire, sockets

@@ -124,14 +124,7 @@ def computation_size(
     itemsize: int,
     buckets: Sequence[int] | None = None,
 ) -> int:
-    """Maximum bytes that programs need on a device besides weights and pages.
-
-    Args:
-        model: Shape of the model.
-        config: The sizes.
-        itemsize: Bytes per value of the computation.
-        buckets: As `EngineConfig.buckets`.
-    """
+    """Maximum bytes that programs need on a device besides weights and pages."""
     # Activations of a prefill, and the keys and values that it reads.
     width = 4 * model.d_model + 3 * model.d_ff + 3 * model.num_heads * model.head_dim
     keys = config.keys_budget + 128 * config.prefill_requests

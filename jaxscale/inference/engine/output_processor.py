@@ -52,15 +52,6 @@ class OutputProcessor:
         matcher: Matcher | None,
         rules: TokenRules | None = None,
     ) -> None:
-        """Start without outputs.
-
-        Args:
-            request: The request.
-            sink: Receiver of its outputs.
-            tokenizer: For detokenization, if there is one.
-            matcher: At the beginning of the guide, if there is one.
-            rules: Rules of what may be sampled, if there are any.
-        """
         params = request.params
         self.request, self.sink = request, sink
         self.remaining = params.n

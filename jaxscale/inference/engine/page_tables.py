@@ -17,11 +17,6 @@ class PageTables:
     """Allocates, names and frees `Sequence.pages` from one pool."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        """Start with all pages free.
-
-        Args:
-            config: Number and size of the pages, and prefix caching.
-        """
         self.pool = BlockPool(num_pages=config.num_pages, page_size=config.page_size)
         self._config = config
         self._watermark = math.ceil(config.watermark * config.num_pages)

@@ -68,13 +68,7 @@ class PrefillBatch(NamedTuple):
         targets: Sequence[Sequence[int]] | None,
         config: SchedulerConfig,
     ) -> np.ndarray:
-        """The array of `chunks`, with parts of these sizes.
-
-        Args:
-            chunks: The chunks; their number, tokens and keys must fit.
-            targets: For each chunk, one target per token; None for none.
-            config: Sizes of the pool and of the state.
-        """
+        """The array of `chunks`, with parts of these sizes."""
         size, past = config.page_size, config.num_pages * config.page_size
         x = self.split(packed := np.zeros(sum(self), np.int32))
         x.rows[:], x.key_rows[:], x.targets[:] = past, past, -1

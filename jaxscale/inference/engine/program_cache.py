@@ -54,10 +54,6 @@ class ProgramCache:
     def __init__(self, folder: str | Path, devices: Sequence[Any]) -> None:
         """Create the directory.
 
-        Args:
-            folder: The directory; ``~`` is the home directory.
-            devices: The devices that run the programs, in order.
-
         Raises:
             ValueError: the directory cannot be created, or others may write to it.
         """

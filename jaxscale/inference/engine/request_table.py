@@ -34,13 +34,6 @@ class RequestTable:
     def __init__(
         self, config: SchedulerConfig, counts: Counts, seed: int | None
     ) -> None:
-        """Start without requests.
-
-        Args:
-            config: The sizes.
-            counts: Counts of requests, to update.
-            seed: Seed for requests without one; None is random.
-        """
         self._config, self._counts = config, counts
         self._random = random.Random(seed)
         self._requests: dict[str, _Entry] = {}

@@ -233,12 +233,7 @@ class Runner:
         progress: Callable[[], None] | None = None,
         cache: ProgramCache | None = None,
     ) -> None:
-        """Compile everything, several programs at a time, and make the state.
-
-        Args:
-            progress: Called after each program.
-            cache: Cache of compiled programs.
-        """
+        """Compile everything, several programs at a time, and make the state."""
         todo = list(self.programs())
         placement = repr((self._sharding(PAGES_AXES), self._sharding()))
 

@@ -60,12 +60,6 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, *, seed: int | None = None) -> None:
-        """A scheduler without requests.
-
-        Args:
-            config: The sizes.
-            seed: Seed for requests without one; None is random.
-        """
         self.config = config
         self.counts = Counts()
         self._requests = RequestTable(config, self.counts, seed)
@@ -200,9 +194,6 @@ class Scheduler:
         """Return the next plan; None if there is nothing to do.
 
         A plan must be dispatched: its pages and rows are already assigned.
-
-        Args:
-            now: The time in seconds.
         """
         for request_id in self._requests.take_late(now):
             self.abort(request_id, now=now, reason="timeout")

@@ -46,11 +46,6 @@ class WaitingQueue:
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        """Start with an empty queue.
-
-        Args:
-            config: Limits of the queue.
-        """
         self.speed = Speed()
         """Throughput of the queue."""
         self._config = config

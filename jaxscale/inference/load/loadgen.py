@@ -145,10 +145,6 @@ def summarize(
 ) -> dict[str, float | int]:
     """The summary metrics of a run, under the names of ``vllm bench serve``.
 
-    Args:
-        outcomes: The records of its requests.
-        config: Has the objectives of goodput.
-
     Example:
         >>> outcome = Outcome(prompt_tokens=4, output_tokens=3, due=0.0, sent=0.0,
         ...                   events=(0.5, 0.75, 1.0), ended=1.0)

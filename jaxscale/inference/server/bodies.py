@@ -21,10 +21,6 @@ _JSON = re.compile(r"application/([\w.+-]+\+)?json", re.IGNORECASE)
 async def received[B: Body](http: Request, form: type[B]) -> B:
     """The body of a request; a long one is parsed and checked on another thread.
 
-    Args:
-        http: The request.
-        form: Schema of the body.
-
     Raises:
         ApiError: it is something else.
         ClientGone: the client has disconnected before all of it was received.

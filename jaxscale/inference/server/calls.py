@@ -149,12 +149,6 @@ async def prepared[**P, T](
 ) -> T:
     """The result of `function` on a request, computed on another thread.
 
-    Args:
-        caller: The client; is told if this is canceled.
-        function: Prepares it.
-        *args: Of the function.
-        **kwargs: Of the function.
-
     Raises:
         InvalidRequest: the request is invalid.
         Overloaded: too many long texts of the caller wait.
@@ -180,10 +174,6 @@ def most_bytes(model: TextModel | None, config: ServerConfig) -> int:
     the model whatever it holds: there is room for a prompt of its longest tokens with
     every character escaped, for as many prompts of usual tokens as a request may have,
     and for its other fields.
-
-    Args:
-        model: The decoder, once it is there.
-        config: Settings.
     """
     if model is None:
         return config.max_body_bytes
@@ -221,13 +211,7 @@ def check_choices(prompts: int, n: int, config: ServerConfig) -> None:
 
 
 def noted[R: Response](response: R, ignored: Sequence[str], caller: Caller) -> R:
-    """A response with a header that names what was ignored.
-
-    Args:
-        response: The answer.
-        ignored: Parameters, and keywords of schemas.
-        caller: The client.
-    """
+    """A response with a header that names what was ignored."""
     if ignored:
         names = ", ".join(dict.fromkeys(re.sub(r"[^!-+.-~]", "?", n) for n in ignored))
         response.headers[IGNORED_HEADER] = names

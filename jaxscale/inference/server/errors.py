@@ -117,11 +117,7 @@ def check_outcome(output: Output) -> None:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The response to a body that does not fit the schema of the request.
-
-    Args:
-        errors: As pydantic lists them.
-    """
+    """The response to a body that does not fit the schema of the request."""
     if any(error["type"] == "json_invalid" for error in errors):
         reason = errors[0].get("ctx", {}).get("error", errors[0]["msg"])
         return ApiError(400, f"the body is not JSON: {reason}", code="json_invalid")

@@ -53,11 +53,6 @@ def merged(
     A consumer that is slow holds back what is read from the engine, not the engine.
     Closing the iterator aborts all of them, and so does the failure of one.
 
-    Args:
-        backend: The engine.
-        requests: To be run.
-        metrics: Learn the times.
-
     Raises:
         ApiError: a request has failed.
     """

@@ -16,21 +16,19 @@ from jaxscale.inference.encoder.encoder import Encoder
 from jaxscale.inference.engine.config import EngineConfig
 from jaxscale.inference.engine.make import make_engine
 from jaxscale.inference.grammar import GrammarCompiler
-from jaxscale.inference.lora_modules import LoraModules, read_adapters
+from jaxscale.inference.lora_modules import LoraModules, load_decoder
 from jaxscale.inference.reasoning import ReasoningFormat
 from jaxscale.inference.request import SamplingParams
-from jaxscale.inference.run_directory import is_encoder_run, is_run, load_run
+from jaxscale.inference.run_directory import is_encoder_run, is_run
 from jaxscale.inference.server.backend import EngineBackend, TextModel
 from jaxscale.inference.server.served_encoder import ServedEncoder
 from jaxscale.inference.server.service import Served
 from jaxscale.inference.tools import ToolFormat
-from jaxscale.models.adapters import with_adapters
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.families import config_from_hf
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.files import Checkpoint
-from jaxscale.models.hf.load import load
 from jaxscale.models.hf.sentence_transformers import sentence_settings
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.nn.quantized_linear import Quantization
@@ -127,7 +125,11 @@ def served(
     path = Path(path)
     name = name or path.resolve().name
     options: dict[str, Any] = {"mesh": mesh, "rules": rules, "dtype": dtype}
-    if _is_encoder(path) and jax.process_count() == 1:
+    if _is_encoder(path):
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"{path} holds an encoder, which one process serves: start it alone"
+            )
         if quantization is not None:
             raise ValueError(
                 f"quantization {quantization!r} is for decoders, but {path} holds an "
@@ -162,38 +164,6 @@ def served(
         eos_ids=generation.eos_ids,
         defaults=defaults_of(generation) if sampling_defaults else {},
     )
-
-
-def load_decoder(
-    path: str | Path,
-    *,
-    mesh: Mesh | None = None,
-    rules: AxisRules = REPLICATED,
-    lora_modules: LoraModules | None = None,
-    **options: Any,
-) -> Decoder:
-    """The decoder of a Hugging Face directory or of a run, as engines read it.
-
-    Args:
-        path: The directory.
-        mesh: As for `served`.
-        rules: As for `served`.
-        lora_modules: As for `served`; without any it has no adapters.
-        **options: Dtype and quantization, as for `served`.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: it is an encoder, or an adapter does not fit.
-    """
-    if _is_encoder(path):
-        raise ValueError(
-            f"{path} holds an encoder, which one process serves: start it alone"
-        )
-    adapters = read_adapters(lora_modules, path, mesh=mesh, rules=rules)
-    read: Any = load_run if is_run(path) else load
-    model = read(path, mesh=mesh, rules=rules, **options)
-    model = model.for_inference()  # and what was loaded is gone
-    return with_adapters(model, adapters) if adapters else model
 
 
 def _is_encoder(path: str | Path) -> bool:

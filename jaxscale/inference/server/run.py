@@ -32,12 +32,6 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        """Nothing is open yet.
-
-        Args:
-            config: Of uvicorn.
-            service: Of the application.
-        """
         super().__init__(config)
         self.service = service
         self._asked = False

@@ -33,12 +33,6 @@ class Service:
     """A server's model, from its loading to the last answer."""
 
     def __init__(self, config: ServerConfig, load: Callable[[], Served]) -> None:
-        """Nothing is loaded yet.
-
-        Args:
-            config: Settings.
-            load: Loads the model; takes its time, on another thread.
-        """
         self.config, self._load = config, load
         self.metrics = Metrics()
         self.model: Served | None = None
@@ -125,9 +119,6 @@ class Service:
     def served(self, name: str | None = None) -> Served:
         """The model, if it can serve requests.
 
-        Args:
-            name: Model name in the request.
-
         Raises:
             ApiError: it is not loaded, or goes by another name.
             Draining: the server is about to end.
@@ -168,10 +159,6 @@ class Service:
 
     def caller(self, scope: Scope, *, public: bool) -> Caller:
         """The client of a request.
-
-        Args:
-            scope: Of the request.
-            public: Whether no key is needed.
 
         Raises:
             ApiError: it shows no key that is known.

@@ -41,10 +41,6 @@ def event(data: Any) -> bytes:
 async def attended[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is canceled when the client disconnects.
 
-    Args:
-        receive: Of the request, whose body has been read.
-        work: To be done.
-
     Raises:
         ClientGone: the client has disconnected first.
     """
@@ -135,13 +131,6 @@ class EventStream(Response):
         config: ServerConfig,
         close: Callable[[], Awaitable[None]],
     ) -> None:
-        """Nothing is sent yet.
-
-        Args:
-            chunks: Events.
-            config: Times.
-            close: Ends what `chunks` come from, begun or not.
-        """
         self._chunks, self._config, self._close = chunks, config, close
         self._sent = 0
         self._since: float | None = None  # when the part began that is not yet sent

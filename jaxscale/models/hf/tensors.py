@@ -131,11 +131,7 @@ def parameters_of(model: Any) -> dict[str, Any]:
 
 
 def shapes_in_files(model: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter, without the padding of the vocabulary on a mesh.
-
-    Args:
-        model: A `Decoder` or an `EncoderModel`, or its abstract form.
-    """
+    """The shape of each parameter, without the padding of the vocabulary on a mesh."""
     shapes = {name: leaf.shape for name, leaf in parameters_of(model).items()}
     for name, dimension in vocabulary_dimensions(model).items():
         sizes = list(shapes[name])
@@ -178,13 +174,6 @@ def check_tensors(
     tied: Mapping[str, str],
 ) -> None:
     """Raise for the first tensor that is missing, unexpected or of the wrong shape.
-
-    Args:
-        checkpoint: The directory.
-        maps: The tensors of each parameter.
-        shapes: The shape of each parameter.
-        ignored: Patterns of the names of tensors that no model needs.
-        tied: Tensors that some files hold besides the one that they equal.
 
     Raises:
         ValueError: there is one.

@@ -67,13 +67,6 @@ class CheckpointReader:
     def __init__(
         self, directory: Path, manager: Any, config: Mapping[str, Any]
     ) -> None:
-        """Set up the reader.
-
-        Args:
-            directory: Directory of the checkpoints.
-            manager: Orbax's manager of this directory.
-            config: Settings of the reading run.
-        """
         self._directory = directory
         self._manager = manager
         self._config = config

@@ -128,9 +128,6 @@ class CheckpointRecord:
     def check_arrays(self, arrays: Mapping[str, Any]) -> None:
         """Verify arrays as they were read; all processes must call this together.
 
-        Args:
-            arrays: Some or all, in the shape and type that they were saved in.
-
         Raises:
             ValueError: some differ from what was saved.
         """
@@ -149,9 +146,6 @@ class CheckpointRecord:
 
         All processes must call this together. It is empty for checkpoints of older
         versions, which recorded no base weights.
-
-        Args:
-            base: The arrays by name.
         """
         if not self.base:
             return []

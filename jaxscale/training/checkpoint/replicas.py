@@ -22,12 +22,7 @@ from jaxscale.sharding.rules import as_tuple
 
 
 def reading_place(place: Any, turn: int) -> Any:
-    """Sharding to read an array at: `place` itself, or one replica of it.
-
-    Args:
-        place: The wanted sharding.
-        turn: Number that selects the replica, in turn.
-    """
+    """Sharding to read an array at: `place` itself, or one replica of it."""
     axes = _replica_axes(place)
     if not axes:
         return place

@@ -34,11 +34,7 @@ class CheckpointNotWritten(OSError):
 
 
 def complete_steps(directory: str | os.PathLike[str]) -> list[int]:
-    """The steps that have a complete checkpoint, oldest first.
-
-    Args:
-        directory: Directory of the checkpoints; it need not exist.
-    """
+    """The steps that have a complete checkpoint, oldest first."""
     path = Path(directory)
     return sorted(
         step
@@ -77,10 +73,6 @@ def set_aside_after(directory: str | os.PathLike[str], step: int) -> None:
     """Rename the checkpoints of later steps than `step`, ``12`` to ``12.aside``.
 
     A run that resumes from `step` then writes its own.
-
-    Args:
-        directory: Directory of the checkpoints; no `Checkpointer` may be writing to it.
-        step: The newest checkpoint that stays.
     """
     path = Path(directory)
     set_aside(path, {other for other in numbered(path) if other > step})

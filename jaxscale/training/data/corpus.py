@@ -103,10 +103,6 @@ def find_files(
 ) -> dict[Path, str]:
     """The files that `paths` name, each once, with the name of each.
 
-    Args:
-        paths: As for `read_documents`.
-        suffixes: As for `read_documents`.
-
     Raises:
         ValueError: a path matches nothing.
     """
@@ -123,11 +119,6 @@ def read_sources(
     text_field: str = "text",
 ) -> list[list[Document]]:
     """The documents of each path; a file that two paths name belongs to the first.
-
-    Args:
-        paths: As for `read_documents`.
-        suffixes: As for `read_documents`.
-        text_field: As for `read_documents`.
 
     Raises:
         ValueError: as in `read_documents`, or a path adds no file.
@@ -243,11 +234,6 @@ def split_sources(
     names: Sequence[str],
 ) -> tuple[list[list[Document]], list[Document]]:
     """Training documents of each source and the held-out ones of all, sorted by name.
-
-    Args:
-        sources: The documents of each source.
-        held_out_fraction: Fraction of all documents to hold out, as in `split`.
-        names: Names of the sources.
 
     Raises:
         ValueError: nothing would be held out, or a source has nothing left.

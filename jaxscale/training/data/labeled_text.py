@@ -54,13 +54,7 @@ class LabeledText:
     def batches(
         self, examples: list[Example], config: DataConfig, **options: Any
     ) -> LabeledBatches:
-        """Batches of some of the texts.
-
-        Args:
-            examples: `train` or `held_out`.
-            config: Sequence length, batch size, seed, prefetch.
-            **options: Further arguments of `LabeledBatches`.
-        """
+        """Batches of some of the texts."""
         return LabeledBatches(
             [text for text, _ in examples],
             [label for _, label in examples],

@@ -88,11 +88,6 @@ class Mixture:
 def check_weights(weights: Sequence[float], names: Sequence[str], what: str) -> None:
     """Check the weights of a mixture.
 
-    Args:
-        weights: The weights.
-        names: Names of the sources.
-        what: Word for the sources.
-
     Raises:
         ValueError: they are not as many, or one is not positive and finite.
     """

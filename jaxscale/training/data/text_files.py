@@ -94,11 +94,6 @@ def read_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def text_of(record: Mapping[str, Any], field: str, place: str) -> str:
     """The text in a field of a record.
 
-    Args:
-        record: The record.
-        field: Name of the field.
-        place: Where it stands, for errors.
-
     Raises:
         ValueError: there is no such field, or it is no text.
     """

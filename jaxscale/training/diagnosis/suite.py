@@ -309,11 +309,6 @@ def judge(
 ) -> list[Finding]:
     """The faults that the measurements show.
 
-    Args:
-        measurements: The measurements.
-        devices: Number, kind and platform of each device.
-        config: What counts as slow.
-
     Example:
         >>> devices = [{"id": i, "kind": "NVIDIA H200", "platform": "gpu", "host": "a"}
         ...            for i in range(3)]

@@ -82,12 +82,7 @@ class LineWriter(Writer):
 
 
 def say(text: str, file: io.TextIOBase | None = None) -> None:
-    """Print a line after the time, flushed at once.
-
-    Args:
-        text: The line.
-        file: The file; None is standard output.
-    """
+    """Print a line after the time, flushed at once."""
     print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=file, flush=True)
 
 
@@ -107,13 +102,7 @@ def console_writer() -> Writer:
 
 
 def describe(config: TrainConfig, mesh: Mesh, state: Any) -> list[str]:
-    """Lines that describe a run: versions, devices, mesh, size, memory, settings.
-
-    Args:
-        config: The settings of the run.
-        mesh: The devices.
-        state: The state before the first step, on the mesh.
-    """
+    """Lines that describe a run: versions, devices, mesh, size, memory, settings."""
     parameters = nnx.state(state.model, nnx.Param)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(parameters))
     lines = [f"{name}: {text}" for name, text in facts(config, mesh).items()]
@@ -141,12 +130,7 @@ def _of_each_kind(parameters: Any) -> list[str]:
 
 
 def facts(config: TrainConfig, mesh: Mesh) -> dict[str, str]:
-    """Versions, devices, mesh and command of a run, each by its name.
-
-    Args:
-        config: The settings of the run.
-        mesh: The devices.
-    """
+    """Versions, devices, mesh and command of a run, each by its name."""
     axes = [f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1]
     kind = mesh.devices.flat[0].device_kind
     found = {

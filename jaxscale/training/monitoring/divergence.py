@@ -42,7 +42,6 @@ class SkippedInARow:
     """
 
     def __init__(self) -> None:
-        """Start from zero."""
         self.count = 0
         self.last = 0
         """The newest step that was read."""

@@ -84,12 +84,6 @@ def compile_step(
 ) -> CompiledStep:
     """Compile the training step of a decoder for a number of H200s.
 
-    Args:
-        config: The settings of the run.
-        gpus: Number of H200s, eight per host.
-        xla_flags: Presets of `jaxscale.sharding.XLA_PRESETS`.
-        timeout: Time limit in seconds.
-
     Raises:
         ImportError: JAX's CUDA plugin is not installed; the message says how to.
         TimeoutError: it takes longer.

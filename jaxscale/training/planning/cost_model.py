@@ -307,13 +307,6 @@ def step_time(
     is not saved. ``bubble`` is (p - 1) / v of a stage. ``elementwise`` includes other
     memory traffic: gradient accumulation, and layers that are sliced out of chunks.
 
-    Args:
-        shape: The model.
-        seq_len: Tokens per sequence.
-        layout: The parallelism layout.
-        hardware: The GPUs.
-        program: The communication that the program exposes.
-
     Returns:
         ``products``, ``attention``, ``elementwise``, ``tensor``, ``context``, ``pipe``,
         ``bubble``, ``data``, ``optimizer``, ``fixed``, ``jitter``. Communication counts

@@ -18,11 +18,6 @@ def least_memory(shape: Shape, seq_len: int, layout: Layout) -> dict[str, float]
     Gradients of a single microbatch reuse the memory of the activations; with gradient
     accumulation, as in a pipeline, they are held besides.
 
-    Args:
-        shape: The model.
-        seq_len: Tokens per sequence.
-        layout: The parallelism layout.
-
     Returns:
         ``parameters``, ``moments``, ``gradients``, ``activations``.
     """

@@ -140,15 +140,7 @@ def _slower(plan: Plan) -> str:
 def write_report(
     plan: Plan, name: str, command: str, path: str | Path, *, top: int = 30
 ) -> Path:
-    """Write an HTML page with the table, the bars, the reasons and the best schedule.
-
-    Args:
-        plan: The plan.
-        name: The model, as `jaxscale train` calls it.
-        command: Command that trains with the best layout, see `train_command`.
-        path: The HTML file.
-        top: How many layouts are shown.
-    """
+    """Write an HTML page with table, bars, reasons and the best schedule."""
     shown = plan.ranked[:top]
     report = Report(f"{name} on {plan.config.gpus:,} {plan.config.hardware.name}")
     report.text(_asked(plan, name))

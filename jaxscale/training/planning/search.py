@@ -185,11 +185,6 @@ def plan_layouts(shape: Shape, config: PlanConfig) -> Plan:
 def estimate(shape: Shape, layout: Layout, config: PlanConfig) -> Estimate:
     """The estimated cost of one layout, whether or not it fits.
 
-    Args:
-        shape: The model.
-        layout: The parallelism layout.
-        config: The kind of the GPUs and the tokens per sequence.
-
     Raises:
         ValueError: the model does not divide over the layout.
     """
@@ -209,12 +204,7 @@ def estimate(shape: Shape, layout: Layout, config: PlanConfig) -> Estimate:
 
 
 def train_settings(found: Estimate, config: PlanConfig) -> dict[str, Any]:
-    """The settings of a `TrainConfig` that a layout decides, by dotted name.
-
-    Args:
-        found: The layout.
-        config: What was planned for.
-    """
+    """The settings of a `TrainConfig` that a layout decides, by dotted name."""
     layout = found.layout
     fused = "fused" if config.program is JAXSCALE_FUSED else "xla"
     return {
@@ -240,14 +230,7 @@ def train_settings(found: Estimate, config: PlanConfig) -> dict[str, Any]:
 
 
 def train_command(name: str, run: Any, found: Estimate, config: PlanConfig) -> str:
-    """The command that trains with a layout.
-
-    Args:
-        name: The run, for example the preset of the model.
-        run: Its settings, a `TrainConfig`, which the command may leave out.
-        found: The layout.
-        config: What was planned for.
-    """
+    """The command that trains with a layout."""
     options = []
     for setting, value in train_settings(found, config).items():
         if functools.reduce(getattr, setting.split("."), run) == value:

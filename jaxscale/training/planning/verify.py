@@ -14,11 +14,6 @@ from jaxscale.training.planning.search import Estimate, train_settings
 def planned_run(run: TrainConfig, found: Estimate, config: PlanConfig) -> TrainConfig:
     """The settings of a run with a layout, validated as `fit` does.
 
-    Args:
-        run: The run.
-        found: The layout.
-        config: What was planned for.
-
     Raises:
         ValueError: the run cannot be trained with this layout.
     """
@@ -83,13 +78,7 @@ def collectives(step: CompiledStep) -> list[Collective]:
 
 
 def compiled_text(found: Estimate, step: CompiledStep, *, top: int = 16) -> str:
-    """The compiled step next to the estimate, for a terminal.
-
-    Args:
-        found: The layout.
-        step: The compiled step.
-        top: Number of kinds of collectives to show.
-    """
+    """The compiled step next to the estimate, for a terminal."""
     lines = [
         f"Compiled for {step.gpus:,} H200s in {step.seconds:,.0f} s: the step "
         "partitions.",

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from benchmarks.measure import loops, timing
+from benchmarks.measure import loop_programs, loops, timing
 from benchmarks.measure.harness import Measurement, NoMeasurement
-from benchmarks.measure.loops import Check, Form, Operand, Problem
+from benchmarks.measure.loop_programs import Check, Form, Operand, Problem
 
 
 P = jax.sharding.PartitionSpec
@@ -93,7 +93,9 @@ def test_forms_are_timed_and_compared():
 def test_every_call_of_the_loop_is_there(num_sets):
     """Compiled, a turn still holds a collective and a product for each call."""
     one = form("xla", gathered)
-    program, arguments, calls = loops.program(problem(one, num_sets=num_sets), one)
+    program, arguments, calls = loop_programs.program(
+        problem(one, num_sets=num_sets), one
+    )
     per_turn = max(2, num_sets)
     assert calls == 2 * per_turn  # two turns on a CPU
     text = program.lower(*arguments).compile().as_text()
@@ -106,7 +108,7 @@ def test_every_call_of_the_loop_is_there(num_sets):
 
 def test_calls_take_turns_with_the_sets_and_use_what_they_are_given():
     def run(x, sets):
-        return loops.repeated(lambda x, w: x + w, trips=3)(x, sets)
+        return loop_programs.repeated(lambda x, w: x + w, trips=3)(x, sets)
 
     sets = ((jnp.float32(1),), (jnp.float32(2),), (jnp.float32(3),))
     assert [float(y) for y in jax.jit(run)(jnp.float32(10), sets)] == [11, 12, 13]
@@ -301,8 +303,8 @@ def test_programs_are_made_beside_others_and_timed_in_turn(on_gpu, monkeypatch):
         return done
 
     begun = []
-    compile_ = loops._Program.compile
-    monkeypatch.setattr(loops._Program, "compile", compiled)
+    compile_ = loop_programs.Program.compile
+    monkeypatch.setattr(loop_programs.Program, "compile", compiled)
     monkeypatch.setattr(timing, "on_gpu", lambda: on_gpu)
     monkeypatch.setattr(timing, "preparing", lock("preparing"))
     monkeypatch.setattr(timing, "turn", lock("turn"))

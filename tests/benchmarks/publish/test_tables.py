@@ -1,6 +1,7 @@
 """Tables show every row, and the documents match the results."""
 
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -445,3 +446,35 @@ def test_bad_markers_are_errors(tmp_path, text, message):
 
 def test_the_documents_of_the_project_are_up_to_date(capsys):
     assert tables.main(["--check"]) == 0, capsys.readouterr()
+
+
+def test_a_line_says_on_how_many_gpus_something_was_measured(tmp_path):
+    for device, counts in (("nvidia_h100", [4, 1]), ("nvidia_h200", [2]), ("cpu", [8])):
+        rows = [row(f"{n}", "dense", 1.0, 1.0, num_devices=n) for n in counts]
+        (tmp_path / device).mkdir()
+        text = json.dumps(RECORD | {"rows": rows})
+        (tmp_path / device / "matmul.json").write_text(text)
+    line = (
+        "it is <!-- measured:dense,matmul -->old<!-- /measured -->, and <!-- more -->"
+    )
+    filled = tables.fill(line, tmp_path)
+    assert filled == line.replace("old", "benchmarked on one, two and four GPUs")
+    assert tables.fill(filled, tmp_path) == filled
+    with pytest.raises(ValueError, match="measured:dense wants rows of GPUs"):
+        tables.fill(line.replace(",matmul", ""), tmp_path)
+
+
+def test_a_line_has_the_range_of_quotients(tmp_path):
+    (tmp_path / "nvidia_h200").mkdir()
+    (tmp_path / "nvidia_h200" / "matmul.json").write_text(json.dumps(RECORD))
+
+    def filled(options):
+        return tables.fill(
+            f"<!-- ratio:matmul {options} -->old<!-- /ratio -->", tmp_path
+        )
+
+    assert ">0.80 to 1.10<" in filled("times=dense/mosaic_gpu")
+    assert ">1.10<" in filled("times=dense/mosaic_gpu N=64")
+    assert ">0.83<" in filled("times=torch/mosaic_gpu cases=b")
+    with pytest.raises(ValueError, match="no case with torch and dense"):
+        filled("times=torch/dense cases=a")

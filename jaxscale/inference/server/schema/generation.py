@@ -167,13 +167,7 @@ class GenerationBody(Body):
     def sampling_params(
         self, defaults: Mapping[str, Any], tokenizer: Tokenizer, **more: Any
     ) -> SamplingParams:
-        """The sampling parameters of the completions.
-
-        Args:
-            defaults: Settings for what the request leaves out.
-            tokenizer: Of the model.
-            **more: What the kind of request decides.
-        """
+        """The sampling parameters of the completions."""
         # As other servers take them: nothing but the likeliest, and all tokens.
         greedy = self.top_p == 0
         named = {
@@ -221,10 +215,6 @@ class GenerationBody(Body):
 
     def kept_tokens(self, room: int, max_tokens: int | None) -> int | None:
         """Last tokens of the prompt that are kept, None for all.
-
-        Args:
-            room: For tokens of prompt and continuation.
-            max_tokens: Of the continuation.
 
         Raises:
             ValueError: it is no number of tokens.
