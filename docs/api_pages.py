@@ -169,6 +169,8 @@ def _class_directive(value: type, name: str) -> list[str]:
         lines.append("   :class-doc-from: both")
     if own_method(value, "__call__") is not None:
         lines += ["", f"   .. automethod:: {name}.__call__"]
+    if hasattr(value, "from_pretrained") and "from_pretrained" not in vars(value):
+        lines += ["", f"   .. automethod:: {name}.from_pretrained"]
     return lines
 
 

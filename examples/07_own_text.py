@@ -263,7 +263,7 @@ for name, answer in zip(names, said, strict=True):
 # %%
 first, last = ([x["eval_loss"] for x in lines if "eval_loss" in x][i] for i in (0, -1))
 assert last < first, "tuning did not help"
-table = models.load(source).embed.table[...]
+table = models.Decoder.from_pretrained(source).embed.table[...]
 assert np.array_equal(result.state.model.embed.table[...], table), "it was trained"
 assert sizes["adapters"] < sizes["the model"] / 5
 assert "\n" in likeliest["model"][0], "the model could answer before"

@@ -154,7 +154,8 @@ SIMULATED = "JAX_NUM_CPU_DEVICES=8"
 """What a page says whose code needs several devices."""
 ON_ONE_DEVICE = (
     *("README.md", "docs/index.md", "docs/models.md", "docs/bytetransformer.md"),
-    *("docs/tilewise.md", "docs/tensor.md"),
+    *("docs/tilewise.md", "docs/tensor.md", "docs/pipelines.md", "docs/data.md"),
+    *("docs/observing.md", "docs/training.md"),
 )
 
 

@@ -32,7 +32,6 @@ ONLY_EXTRAS = {
     "train": [
         "grain",
         "huggingface_hub",
-        "plotly",
         "tensorboardX",
         "tokenizers",
         "tyro",

@@ -44,7 +44,7 @@ import jax
 
 from jaxscale.inference import EngineConfig, follow, make_engine
 from jaxscale.inference.server import EngineBackend, ServerConfig, TextModel, serve
-from jaxscale.models import GenerationConfig, Tokenizer, load
+from jaxscale.models import GenerationConfig, Tokenizer
 from jaxscale.sharding import fsdp_tp, initialize, make_mesh
 
 
@@ -63,7 +63,7 @@ def main() -> None:
 
     initialize()
     mesh = make_mesh({"tensor": -1})  # all devices of all processes
-    model = load(options.model, mesh=mesh, rules=fsdp_tp())
+    model = Decoder.from_pretrained(options.model, mesh=mesh, rules=fsdp_tp())
     model = model.for_inference()  # and what was loaded is gone
     config = EngineConfig(max_len=options.max_len, num_slots=options.slots)
     if jax.process_index() > 0:

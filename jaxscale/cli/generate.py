@@ -26,7 +26,6 @@ from jaxscale.models import (
     GenerationConfig,
     Tokenizer,
     config_from_hf,
-    load,
 )
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.hub import local_directory
@@ -196,7 +195,7 @@ def _load_hugging_face(config: GenerateConfig, mesh: Mesh) -> Decoder:
             f"source {config.source} holds an encoder, which does not generate; give "
             "the directory of a decoder"
         )
-    return load(
+    return Decoder.from_pretrained(
         config.source,
         mesh=mesh,
         rules=rules,

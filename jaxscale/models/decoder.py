@@ -5,7 +5,6 @@ Legend: B batch, T tokens of a (packed) row, D model, V vocabulary.
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.models.config import DecoderConfig
+from jaxscale.models.pretrained import Pretrained
 from jaxscale.models.serving import for_inference
 from jaxscale.models.stack import (
     check_remat,
@@ -46,7 +46,7 @@ from jaxscale.sharding.rules import REPLICATED, AxisRules, check_rules
 from jaxscale.sharding.tensor_parallel import TensorParallel, check_tensor_parallel
 
 
-class Decoder(nnx.Module):
+class Decoder(Pretrained, nnx.Module):
     """Token embedding, a stack of identical blocks, a norm and an output projection.
 
     The parameters of the blocks are stacked along a leading ``layers`` axis. The module
@@ -160,27 +160,6 @@ class Decoder(nnx.Module):
         )
         head = None if config.tie_embeddings else self._make_lm_head(rows, rngs)
         self.lm_head: Linear | QuantizedLinear | None = head
-
-    @classmethod
-    def from_pretrained(cls, path: str | Path, **options: Any) -> "Decoder":
-        """The decoder of a Hugging Face directory or of a name on its hub.
-
-        Args:
-            path: As for `jaxscale.models.load`.
-            **options: The other arguments of it.
-
-        Raises:
-            ValueError: as `load`, or the model is an encoder.
-        """
-        from jaxscale.models.hf.load import load  # which needs this class
-
-        model = load(path, **options)
-        if not isinstance(model, cls):
-            raise ValueError(
-                f"path {str(path)!r} holds an encoder; give it to "
-                "EncoderModel.from_pretrained, or for texts to inference.Encoder"
-            )
-        return model
 
     def for_inference(self, mesh: Mesh | None = None) -> "Decoder":
         """The model in the layout that serves fastest; it cannot be saved.

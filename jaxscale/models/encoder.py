@@ -6,7 +6,6 @@ length, D model, E embedding.
 """
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, make_head
+from jaxscale.models.pretrained import Pretrained
 from jaxscale.models.stack import (
     check_remat,
     look_up,
@@ -43,7 +43,7 @@ from jaxscale.sharding.shards import per_shard
 from pallas_kernels.arrays import concrete
 
 
-class EncoderModel(nnx.Module):
+class EncoderModel(Pretrained, nnx.Module):
     """Embedding, a stack of bidirectional blocks, and optionally a head.
 
     The parameters of the blocks are stacked along a leading ``layers`` axis. The module
@@ -236,27 +236,6 @@ class EncoderModel(nnx.Module):
         there is no loop over it. It cannot be saved.
         """
         return unstacked(self)
-
-    @classmethod
-    def from_pretrained(cls, path: str | Path, **options: Any) -> "EncoderModel":
-        """The encoder of a Hugging Face directory or of a name on its hub.
-
-        Args:
-            path: As for `jaxscale.models.load`.
-            **options: The other arguments of it.
-
-        Raises:
-            ValueError: as `load`, or the model is a decoder.
-        """
-        from jaxscale.models.hf.load import load  # which needs this class
-
-        model = load(path, **options)
-        if not isinstance(model, cls):
-            raise ValueError(
-                f"path {str(path)!r} holds a decoder; give it to "
-                "Decoder.from_pretrained, or for texts to inference.LLM"
-            )
-        return model
 
     @explain_keywords
     def __call__(

@@ -6,13 +6,10 @@ without a network and can be mailed.
 
 import dataclasses
 import html
-import importlib
 import pathlib
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
-from jaxscale.checks import pip_install
 from jaxscale.observability import svg_plots
 
 
@@ -38,20 +35,6 @@ pre { background: #f4f6f9; padding: .8rem; white-space: pre-wrap; }
   table { font-size: .8rem; } th, td { padding: .3rem .4rem; }
 }
 """
-
-
-def plotly(module: str) -> ModuleType:
-    """A module of plotly, such as ``graph_objects``.
-
-    Raises:
-        ImportError: plotly is missing; the message names the extra.
-    """
-    try:
-        return importlib.import_module(f"plotly.{module}")
-    except ImportError as error:
-        raise ImportError(
-            f"plots need plotly; install it with: {pip_install('train')}"
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The HTML page of a run: its data as JSON, and a script that draws them.
 
-The page needs no network: plotly's script is inside. The same script draws a live page,
-whose data `jaxscale.observability.live` serves while files grow.
+The page needs no network: its script draws SVG without a library. The same script draws
+a live page, whose data `jaxscale.observability.live` serves while files grow.
 """
 
 import html
@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxscale.observability.fault_view import fault_rows, moments, suspected
 from jaxscale.observability.goodput import goodput
-from jaxscale.observability.html_report import plotly
 from jaxscale.observability.layout import MeshLayout, find_layout
 from jaxscale.observability.mesh_view import directions, duration
 from jaxscale.observability.run import Run, read_run
@@ -37,8 +36,8 @@ from jaxscale.observability.timeline import timeline
 
 
 _RECENT_SECONDS = 15.0
-_TEMPLATE, _SCRIPT = (
-    Path(__file__).with_name(f"page.{kind}") for kind in ("html", "js")
+_TEMPLATE, _PLOT, _SCRIPT = (
+    Path(__file__).with_name(name) for name in ("page.html", "plot.js", "page.js")
 )
 
 
@@ -85,7 +84,6 @@ def write_page(run: Run | str | Path, path: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: the directory has no events.
-        ImportError: plotly is missing; the message names the extra.
     """
     run = run if isinstance(run, Run) else read_run(run)
     path = Path(path)
@@ -109,7 +107,7 @@ def page(data: Mapping[str, Any], *, live: bool = False) -> str:
         "CONNECT": "'self'" if live else "'none'",
         "DATA": embedded(data),
         "LIVE": "true" if live else "false",
-        "PLOTLY": plotly("offline").get_plotlyjs(),
+        "PLOT": _PLOT.read_text(encoding="utf-8"),
         "SCRIPT": _SCRIPT.read_text(encoding="utf-8"),
     }
     pieces = []

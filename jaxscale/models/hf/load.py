@@ -46,9 +46,9 @@ def load(
 ) -> EncoderModel: ...
 
 
-# Which of the two it is, config.json says: `Decoder.from_pretrained` knows it.
+# Which of the two it is, config.json says: `from_pretrained` of either knows it.
 @overload
-def load(path: str | Path, **options: Any) -> Any: ...
+def load(path: str | Path, **options: Any) -> Decoder | EncoderModel: ...
 
 
 def load(
@@ -62,7 +62,7 @@ def load(
     param_dtype: DTypeLike | None = None,
     quantization: Quantization | None = None,
     **options: Any,
-) -> Any:
+) -> Decoder | EncoderModel:
     """The model of a Hugging Face directory, on the devices of `mesh`.
 
     Args:
