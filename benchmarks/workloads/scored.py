@@ -26,21 +26,22 @@ PATTERNS: dict[str, dict[str, Any]] = {
 """Settings of `pruning.PruneConfig` by Taylor scores; `narrow` has half the columns in
 a tile."""
 
-SCORES = ("magnitude", "wanda", "sparsegpt")
-"""Other scores, by which `SCORED` are pruned too."""
+SCORES: dict[str, dict[str, Any]] = {
+    "magnitude": {"score": "magnitude"},
+    "wanda": {"score": "wanda", "scope": "layer"},
+    "sparsegpt": {"score": "sparsegpt", "scope": "layer", "update": True},
+    "updated": {"update": True},
+}
+"""Other scores and updates, of which `updated` is by Taylor scores."""
 
-SCORED = ("element_wise", "two_four", "tile_wise_permuted")
+SCORED = ("element_wise", "two_four", "tile_wise_permuted", "tew_permuted")
 
 MORE: dict[str, dict[str, Any]] = {
     f"{name}_{more}": PATTERNS[name] | settings
     for name in SCORED
-    for more, settings in {
-        **{score: {"score": score} for score in SCORES},
-        "updated": {"update": True},
-    }.items()
+    for more, settings in SCORES.items()
 }
-"""The same patterns by other scores; `sparsegpt` and `updated`, which is by Taylor
-scores, change the kept weights, too."""
+"""Some patterns by them."""
 
 
 class Scored:
@@ -107,7 +108,7 @@ class Scored:
     def pruned(self, name: str, masks: pruning.Masks) -> Any:
         """The model under masks, before any training."""
         settings, model = (PATTERNS | MORE).get(name, {}), self.model
-        if settings.get("update") or settings.get("score") == "sparsegpt":
+        if settings.get("update"):
             model = pruning.update_weights(model, masks, self.products)
         return pruning.apply_masks(model, masks)
 
