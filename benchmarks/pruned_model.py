@@ -279,7 +279,8 @@ def _pruned(experiment: Experiment, mask: Any, sparsity: float) -> tuple[Any, li
         max_layer_sparsity=1.0,
         tile=experiment.setup.tile,
     )
-    masks = pruning.make_model_masks(experiment.dense, experiment.scores, config)
+    scores = experiment.scored.scores("taylor")
+    masks = pruning.make_model_masks(experiment.dense, scores, config)
     return masks, parts_of(experiment.dense, masks)
 
 

@@ -4,21 +4,26 @@ For each seed a LLaMA-style model of 34 million parameters learns bytes of CPyth
 library source and documentation. Then every pattern prunes all linear layers of its
 blocks at once (embedding, norms and output projection stay), by the same Taylor scores,
 and trains for the same steps under its mask. `dense` is the control: the same training
-without a mask, since longer training alone would flatter pruning.
+without a mask, since longer training alone would flatter pruning. Names that end in a
+score are pruned by it instead; `sparsegpt` and `updated` (Taylor scores) change the
+kept weights before the training, and `distilled` learns half from the predictions of
+the dense model.
 
 ``python -m benchmarks.pruning_accuracy --seeds 0`` is one command; what a seed needs is
 made anew in each, so seeds may run side by side on one GPU, with an ``--out`` each and
 ``XLA_PYTHON_CLIENT_PREALLOCATE=false``. Training is short, a thousand steps and some
 twenty-five times a hundred of tuning: enough to tell the patterns apart, not to say
-what a model that was trained to the end would lose.
+what a model that was trained to the end would lose. ``--case bytes_200k`` is for a CPU:
+about ten minutes a seed on one core.
 
 What the corpus is and does not show: `benchmarks.workloads.byte_text`. Differences
 between patterns are what it is for.
 
-Metrics: `bits_per_byte` after tuning, `pruned_bits` before it, `sparsity` of the pruned
-layers and of all parameters (`sparsity_all`), the share of the score that is kept, and
-`recovered`: the part of the gap between block-wise and element-wise pruning that a
-pattern closes.
+Metrics: `bits_per_byte` after tuning, `bits_lost` against `dense`, `pruned_bits`
+before tuning, `multiplied`, the part of the dense matmuls that tiles of `tew` take with
+rows for single weights, `sparsity` of the pruned layers and of all parameters
+(`sparsity_all`), the share of the Taylor score that is kept, and `recovered`: the part
+of the gap between block-wise and element-wise pruning that a pattern closes.
 """
 
 import dataclasses
@@ -43,6 +48,7 @@ from benchmarks.measure.harness import (
     Results,
 )
 from benchmarks.workloads import byte_text
+from benchmarks.workloads.scored import MORE, PATTERNS, Scored, multiplied
 from jaxscale import models, pruning, training
 
 
@@ -91,6 +97,16 @@ SETUPS = {
         block=32,
         eval_rows=512,
     ),
+    "bytes_200k": Setup(
+        model=byte_text.decoder(64, 3, 16, 64),
+        steps=600,
+        tune_steps=60,
+        rows=16,
+        score_batches=16,
+        tile=8,
+        block=8,
+        eval_rows=256,
+    ),
     "tiny": Setup(
         model=byte_text.decoder(32, 2, 8, 64),
         steps=30,
@@ -103,21 +119,12 @@ SETUPS = {
     ),
 }
 
-PATTERNS: dict[str, dict[str, Any]] = {
-    "element_wise": {"pattern": "ew"},
-    "vector_wise": {"pattern": "vw"},
-    "block_wise": {"pattern": "bw"},
-    "two_four": {"pattern": "2:4"},
-    "tile_wise_k": {"pattern": "tw_k"},
-    "tile_wise": {"pattern": "tw"},
-    "tile_wise_narrow": {"pattern": "tw", "narrow": True},
-    "tile_wise_apriori": {"pattern": "tw", "apriori": 0.5},
-    "tew": {"pattern": "tew", "single_fraction": 0.1},
-}
-"""Settings of the implementations; ``dense`` is the control. `tile_wise_narrow` has
-tiles of half the columns."""
-
 LEARNING_RATE, TUNE_RATE = 1e-3, 3e-4
+
+DISTILLED = "_distilled"
+"""Ends the names of what also learns from the dense model."""
+LEARNERS = (*SCORED, *(f"{name}_updated" for name in SCORED))
+NAMES = ("dense", *PATTERNS, *MORE, *(f"{name}{DISTILLED}" for name in LEARNERS))
 
 
 class Experiment:
@@ -140,6 +147,7 @@ class Experiment:
             pruning.PruneConfig(pattern="ew", sparsity=0.0),
         )
         self._tune_step = self._make_step(TUNE_RATE, setup.tune_steps)
+        self._distill_step = self._make_step(TUNE_RATE, setup.tune_steps, distill=True)
         step = self._make_step(LEARNING_RATE, setup.steps)
         self.dense, _ = self._train(step, dense, setup.steps, self.whole, seed)
         del dense
@@ -150,55 +158,60 @@ class Experiment:
 
         data = byte_text.batches(setup.model.max_seq_len, setup.rows, seed + 10_000, 1)
         some = [byte_text.packed(next(data)[0]) for _ in range(setup.score_batches)]
-        self.scores = pruning.taylor_scores(self.dense, mean_loss, some)
+        self.scored = Scored(
+            self.dense, mean_loss, some, tile=setup.tile, block=setup.block
+        )
 
     def bits(self, model: Any) -> float:
         """Held-out bits per byte."""
         return byte_text.bits(self._eval, model, self._held_out)
 
-    def masks(self, name: str, sparsity: float) -> pruning.Masks:
-        """What a pattern keeps."""
-        setup = self.setup
-        settings = dict(PATTERNS[name])
-        tile = setup.tile // 2 if settings.pop("narrow", False) else setup.tile
-        config = pruning.PruneConfig(
-            **settings,
-            sparsity=sparsity,
-            max_layer_sparsity=1.0,  # the rows were measured without a bound
-            tile=tile,
-            block=setup.block,
+    def tuned(
+        self, masks: pruning.Masks, name: str = "", pruned: Any = None
+    ) -> tuple[Any, list[float]]:
+        """The model after training under masks, and the seconds of its steps.
+
+        Args:
+            masks: What it keeps.
+            name: How it is pruned and trained, an implementation.
+            pruned: The model before; None makes it.
+        """
+        if pruned is None:
+            pruned = self.scored.pruned(name.removesuffix(DISTILLED), masks)
+        step = self._distill_step if name.endswith(DISTILLED) else self._tune_step
+        return self._train(
+            step, pruned, self.setup.tune_steps, masks, self.seed + 20_000
         )
-        return pruning.make_model_masks(self.dense, self.scores, config)
 
-    def tuned(self, masks: pruning.Masks) -> tuple[Any, list[float]]:
-        """The model after training under masks, and the seconds of its steps."""
-        pruned = pruning.apply_masks(self.dense, masks)
-        steps, seed = self.setup.tune_steps, self.seed + 20_000
-        return self._train(self._tune_step, pruned, steps, masks, seed)
+    def masks(self, name: str, sparsity: float) -> pruning.Masks:
+        """What an implementation keeps."""
+        return self.scored.masks(name.removesuffix(DISTILLED), sparsity)
 
-    def run(self, masks: pruning.Masks) -> Measurement:
+    def run(self, name: str, masks: pruning.Masks) -> Measurement:
         """Prune, and train on."""
-        before = self.bits(pruning.apply_masks(self.dense, masks))
-        tuned, seconds = self.tuned(masks)
+        pruned = self.scored.pruned(name.removesuffix(DISTILLED), masks)
+        before = self.bits(pruned)
+        tuned, seconds = self.tuned(masks, name, pruned)
         cost = pruning.work(masks)
-        scores = self.scores
+        scores = self.scored.scores("taylor")
         total = sum(float(scores[n].sum(dtype=np.float64)) for n in masks)
         kept = sum(float(scores[n][masks[n]].sum(dtype=np.float64)) for n in masks)
         parameters = sum(x.size for x in jax.tree.leaves(self.dense))
-        return Measurement(
-            seconds,
-            None,
-            metrics={
-                "bits_per_byte": self.bits(tuned),
-                "pruned_bits": before,
-                "sparsity": masks.sparsity,
-                "sparsity_all": masks.sparsity * cost.dense / parameters,
-                "kept_score": kept / total,
-                "single_weights": cost.single,
-            },
-        )
+        metrics = {
+            "bits_per_byte": self.bits(tuned),
+            "pruned_bits": before,
+            "sparsity": masks.sparsity,
+            "sparsity_all": masks.sparsity * cost.dense / parameters,
+            "kept_score": kept / total,
+            "single_weights": cost.single,
+        }
+        if masks.config.pattern == "tew":
+            metrics["multiplied"] = multiplied(self.dense, masks)
+        return Measurement(seconds, None, metrics=metrics)
 
-    def _make_step(self, rate: float, steps: int) -> tuple[Any, Any]:
+    def _make_step(
+        self, rate: float, steps: int, *, distill: bool = False
+    ) -> tuple[Any, Any]:
         settings = training.OptimizerConfig(
             learning_rate=rate, warmup_steps=min(100, steps // 10)
         )
@@ -208,16 +221,22 @@ class Experiment:
             steps,
             gradient_transforms=[pruning.mask_gradients(self.whole)],
         )
-        schedule = training.make_schedule(settings, steps)
+        schedule, chunk = training.make_schedule(settings, steps), self._loss.chunk_size
+        loss = training.DistillationLoss(chunk_size=chunk) if distill else self._loss
         step = training.make_train_step(
-            training.accumulated(self._loss), optimizer, schedule=schedule
+            training.accumulated(loss), optimizer, schedule=schedule
         )
 
         # Many steps in one program: at this size calling each would cost as much.
         @functools.partial(jax.jit, donate_argnums=0)
-        def some_steps(state: Any, text: jax.Array) -> tuple[Any, jax.Array]:
+        def some_steps(
+            state: Any, text: jax.Array, teacher: Any
+        ) -> tuple[Any, jax.Array]:
             def one(state: Any, rows: jax.Array) -> tuple[Any, jax.Array]:
-                state, metrics = step(state, byte_text.packed(rows))
+                batch: Any = byte_text.packed(rows)
+                if distill:
+                    batch = training.taught(teacher, batch, chunk_size=chunk)
+                state, metrics = step(state, batch)
                 return state, metrics["loss"]
 
             return jax.lax.scan(one, state, text)
@@ -228,6 +247,7 @@ class Experiment:
         self, maker: tuple[Any, Any], model: Any, steps: int, masks: Any, seed: int
     ) -> tuple[Any, list[float]]:
         some_steps, optimizer = maker
+        teacher = self.dense if maker is self._distill_step else None
         state = training.TrainState.create(model, optimizer)
         state = pruning.set_masks(state, masks)
         together = max(1, steps // 10)
@@ -235,7 +255,7 @@ class Experiment:
         data, seconds = byte_text.batches(length, rows, seed, together), []
         for _ in range(steps // together):
             start = time.perf_counter()
-            state, losses = some_steps(state, jnp.asarray(next(data)))
+            state, losses = some_steps(state, jnp.asarray(next(data)), teacher)
             losses.block_until_ready()
             seconds.append((time.perf_counter() - start) / together)
         return state.model, seconds[1:] or seconds
@@ -262,12 +282,13 @@ def measure(
             for case in own
             for name in names
             if name != "dense"
-            and not (name == "two_four" and case.params["sparsity"] != 0.5)
+            and not (name.startswith("two_four") and case.params["sparsity"] != 0.5)
         }
         # The host ranks weights for the next runs while the GPU trains.
         with ThreadPoolExecutor(4) as pool:
             masks = {run: pool.submit(experiment.masks, *run) for run in wanted}
-            control = experiment.run(experiment.whole) if "dense" in names else None
+            whole = experiment.whole
+            control = experiment.run("dense", whole) if "dense" in names else None
             for case in own:
                 results: Results = {}
                 for name in names:
@@ -275,30 +296,31 @@ def measure(
                     if name == "dense" and control is not None:
                         results[name] = dataclasses.replace(control)
                     elif run in masks:
-                        results[name] = experiment.run(masks.pop(run).result())
+                        results[name] = experiment.run(name, masks.pop(run).result())
                     else:
                         results[name] = NoMeasurement("2:4 has a sparsity of 50% alone")
-                _add_recovered(results)
+                _add_compared(results)
                 taken = time.perf_counter() - start
                 print(f"-- seed {seed}, {run[1]:.0%}: {taken:.0f} s", flush=True)
                 yield case, results
 
 
-def _add_recovered(results: Results) -> None:
-    """What part of the gap from block-wise to element-wise each pattern closes."""
-    found = {
-        name: result.metrics["bits_per_byte"]
-        for name, result in results.items()
-        if isinstance(result, Measurement)
-    }
-    if not {"block_wise", "element_wise"} <= set(found):
-        return
-    gap = found["block_wise"] - found["element_wise"]
-    for name, bits in found.items():
-        result = results[name]
-        if isinstance(result, Measurement) and gap:
-            recovered = (found["block_wise"] - bits) / gap
+def _add_compared(results: Results) -> None:
+    """Bits lost against `dense`, and the part of the gap from block-wise to
+    element-wise pruning that each pattern closes.
+    """
+    measured = {n: r for n, r in results.items() if isinstance(r, Measurement)}
+    bits = {name: result.metrics["bits_per_byte"] for name, result in measured.items()}
+    gap = 0.0
+    if {"block_wise", "element_wise"} <= set(bits):
+        gap = bits["block_wise"] - bits["element_wise"]
+    for name, result in measured.items():
+        if gap:
+            recovered = (bits["block_wise"] - bits[name]) / gap
             result.metrics = {**result.metrics, "recovered": recovered}
+        if "dense" in bits:
+            lost = bits[name] - bits["dense"]
+            result.metrics = {**result.metrics, "bits_lost": lost}
 
 
 def _together(*_: Any) -> Measurement:
@@ -308,17 +330,25 @@ def _together(*_: Any) -> Measurement:
 BENCHMARK = Benchmark(
     name="pruning_accuracy",
     cases=[
-        Case("bytes_34m", {"sparsity": sparsity, "seed": seed})
-        for seed in range(3)
-        for sparsity in (0.75, 0.5, 0.9)
+        *(
+            Case("bytes_34m", {"sparsity": sparsity, "seed": seed})
+            for seed in range(3)
+            for sparsity in (0.75, 0.5, 0.9)
+        ),
+        *(
+            Case("bytes_200k", {"sparsity": sparsity, "seed": seed})
+            for seed in range(3)
+            for sparsity in (0.5, 0.75)
+        ),
     ],
     quick_cases=[Case("tiny", {"sparsity": 0.5, "seed": 0})],
     inputs=lambda params, key: (),
-    implementations={name: Custom(_together) for name in ("dense", *PATTERNS)},
+    implementations={name: Custom(_together) for name in NAMES},
     measure=measure,
     selectors={"seeds": "seed", "sparsities": "sparsity"},
     time="wall",
     timing="wall time of a step under masks",
+    anywhere=True,
     samples=1,
 )
 

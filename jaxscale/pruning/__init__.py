@@ -1,5 +1,6 @@
 """Pruning to tile-wise and other patterns: scores, masks, schedules, sparse models."""
 
+from jaxscale.pruning.clustering import cluster_columns
 from jaxscale.pruning.config import PATTERNS, TILE_WISE, PruneConfig, pruned_units
 from jaxscale.pruning.convert import DENSE_ABOVE, dense_layers, sparsify
 from jaxscale.pruning.layers import choose, linears
@@ -10,6 +11,7 @@ from jaxscale.pruning.masks import (
     check_layers,
     make_model_masks,
 )
+from jaxscale.pruning.matrix import Mask, Matrix
 from jaxscale.pruning.report import (
     LayerReport,
     Work,
@@ -29,12 +31,14 @@ from jaxscale.pruning.schedule import (
     set_masks,
 )
 from jaxscale.pruning.scores import (
+    input_products,
     input_squares,
     magnitude_scores,
     taylor_scores,
     wanda_scores,
 )
-from jaxscale.pruning.tilewise import Mask, Matrix, make_masks, tile_counts
+from jaxscale.pruning.second_order import sparsegpt_scores, update_weights
+from jaxscale.pruning.tilewise import make_masks, tile_counts
 from jaxscale.public import listing
 
 
@@ -55,8 +59,10 @@ __all__ = [
     "apply_masks",
     "check_layers",
     "choose",
+    "cluster_columns",
     "cubic_stages",
     "dense_layers",
+    "input_products",
     "input_squares",
     "layer_reports",
     "linears",
@@ -70,9 +76,11 @@ __all__ = [
     "picture",
     "pruned_units",
     "set_masks",
+    "sparsegpt_scores",
     "sparsify",
     "taylor_scores",
     "tile_counts",
+    "update_weights",
     "wanda_scores",
     "work",
 ]

@@ -69,6 +69,9 @@ class PruneConfig:
     apriori: float = 0.0
     """Exponent of the a-priori bias in the ranking of tiles: a unit's score is
     multiplied by the fraction of it that ew would keep, to this power."""
+    permute: bool = True
+    """With tw and tew, put columns that would keep the same rows into one tile, where
+    that costs nothing when the model runs; False cuts tiles from columns in order."""
     equal_work: bool = False
     """Keep equally many rows in all tiles of a layer, and in all shards: balanced work
     for the kernels, at some cost in accuracy."""
@@ -76,10 +79,11 @@ class PruneConfig:
     """Tensor-parallel shards that the tiles must fit into and that equal_work
     balances."""
     hidden_together: bool = True
-    """With tw, choose hidden features jointly: the gate and up projections of a
-    feed-forward network keep the same columns, and its down projection only rows of
-    these, so that `jaxscale.pruning.sparsify` removes the other hidden features. Only
-    with ``scope="global"``."""
+    """With tw, and with tew if its columns are permuted, choose hidden features
+    jointly: the gate and up projections of a feed-forward network keep the same
+    columns, and its down projection only rows of these, so that
+    `jaxscale.pruning.sparsify` removes the other hidden features. Only with
+    ``scope="global"``."""
     dense: tuple[str, ...] = ()
     """Layers to leave dense: names such as `blocks.mlp.up`, `blocks.mlp.up.0` for the
     first of a stack, or patterns such as ``*.down``. Heads and embeddings are always

@@ -19,6 +19,7 @@ from jaxscale.models.stack import unstacked
 from jaxscale.nn.blocks import Block
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.tile_sparse_linear import TileSparseLinear
+from jaxscale.pruning.clustering import tiles_of
 from jaxscale.pruning.config import TILE_WISE, PruneConfig
 from jaxscale.pruning.layers import (
     FeedForward,
@@ -231,15 +232,14 @@ def _hidden(
     )
     if not whole or not {*names} <= {*masks}:
         return None
-    columns = [matrices(masks.kept[name]).any(axis=1) for name in network.inputs]
-    alive = np.logical_and.reduce(columns)
+    masked = [matrices(masks.kept[name]) for name in network.inputs]
+    alive = np.logical_and.reduce([mask.any(axis=1) for mask in masked])
     _, shards = layer_shards(layers[network.inputs[0]], config.shards)
-    for own in columns if config.pattern == "tw" else ():
-        for kept, hidden in zip(own, alive, strict=True):
-            for shard in np.split(np.arange(kept.size), shards):
-                tiles = hidden[shard][kept[shard]].reshape(-1, config.tile)  # [T, G]
-                if (tiles.any(1) != tiles.all(1)).any():
-                    return None  # a tile would lose some of its columns
+    for hidden, *kept in zip(alive, *masked, strict=True):
+        both = np.concatenate(kept) & hidden  # [K of all inputs, F]
+        parts = np.split(both, shards, 1) if config.pattern == "tw" else ()
+        if any(tiles_of(part, config.tile) is None for part in parts):
+            return None  # a tile would lose some of its columns
     # A hidden feature without weights is zero, or the activation of its bias.
     biased = any(layers[name].bias is not None for name in network.inputs)
     if biased and (matrices(masks.kept[network.down]).any(axis=2) & ~alive).any():
@@ -361,9 +361,7 @@ def _parts(
             _Part(weight=w, kept=m, columns=c)
             for w, m, c in zip(*pieces, columns, strict=True)
         ]
-    if config.pattern == "tew" and not shared:
-        parts = _in_order(parts, config.tile)
-    return split, parts
+    return split, parts if shared else _in_order(parts, config)
 
 
 def _columns(
@@ -375,7 +373,7 @@ def _columns(
         extra = -len(columns) % config.tile
         columns = np.pad(columns, (0, extra), constant_values=kept.shape[1])
     else:
-        columns = tile_columns(kept, config.pattern)
+        columns = tile_columns(kept, config.tile, config.pattern)
     if columns is not None and not columns.size:
         return np.arange(config.tile)  # a tile without rows
     return columns
@@ -386,12 +384,15 @@ _PLACING = 0.09
 H200 with 4,096 inputs and outputs and 2,048 tokens."""
 
 
-def _in_order(parts: list[_Part], tile: int) -> list[_Part]:
-    """The parts with all columns in order, if grouping them gains too little."""
+def _in_order(parts: list[_Part], config: PruneConfig) -> list[_Part]:
+    """The parts with all columns in order, if another order gains too little."""
     plain = [dataclasses.replace(part, columns=None) for part in parts]
-    rows = [sum(int(p.covered(tile).sum()) for p in each) for each in (plain, parts)]
+    rows = [
+        sum(int(p.covered(config.tile).sum()) for p in each) for each in (plain, parts)
+    ]
     size = sum(part.kept.size for part in parts)
-    return plain if rows[0] <= rows[1] + _PLACING * size else parts
+    gain = _PLACING * size if config.pattern == "tew" else 0
+    return plain if rows[0] <= rows[1] + gain else parts
 
 
 def _pack(cut: _Cut, config: PruneConfig, feeder: _Packed | None) -> _Packed:

@@ -26,7 +26,8 @@ from jaxscale.pruning.layers import (
     linears,
     matrices,
 )
-from jaxscale.pruning.tilewise import Matrix, check_units, make_masks
+from jaxscale.pruning.matrix import Matrix
+from jaxscale.pruning.tilewise import check_units, make_masks
 
 
 type Scores = Mapping[str, Float[np.ndarray, "..."]]

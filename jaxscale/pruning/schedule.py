@@ -154,6 +154,7 @@ class Pruner:
         stages: Sequence[Stage],
         *,
         scores: Callable[[Any], Scores] = magnitude_scores,
+        update: Callable[[Any, Masks], Any] | None = None,
         on_stage: Callable[[int, Masks], None] | None = None,
     ) -> None:
         """Check the schedule.
@@ -162,6 +163,8 @@ class Pruner:
             config: Pattern and layers; its sparsity is that of the last stage.
             stages: Steps and sparsities, both increasing.
             scores: Importance of the weights of a model; called at each stage.
+            update: Changes the kept weights of a model for the masks of a stage, as
+                `update_weights` does; None leaves them.
             on_stage: Called with the step and the masks when a stage is done.
 
         Raises:
@@ -180,6 +183,7 @@ class Pruner:
         self.config = config
         self.stages = tuple(stages)
         self._scores = scores
+        self._update = update
         self._on_stage = on_stage
         self._first: Masks | None = None
 
@@ -199,6 +203,7 @@ class Pruner:
         first = self.stages[0]
         if first.step == 0:
             self._first = self._masks(model, first, None)
+            model = self._updated(model, self._first)
         else:
             whole = Stage(step=0, sparsity=0.0)
             plain = dataclasses.replace(self.config, pattern="ew")
@@ -220,7 +225,9 @@ class Pruner:
         stage = next((s for s in self.stages if s.step == step and step), None)
         if stage is None:
             return None
-        return set_masks(state, self._masks(state.model, stage, self.masks_of(state)))
+        masks = self._masks(state.model, stage, self.masks_of(state))
+        model = self._updated(state.model, masks)
+        return set_masks(dataclasses.replace(state, model=model), masks)
 
     def masks_of(self, state: Any) -> Masks:
         """The current masks of a `TrainState`, for example a restored one.
@@ -252,6 +259,9 @@ class Pruner:
         done = [s.sparsity for s in self.stages if s.step <= int(state.step)]
         config = self.config.with_sparsity(done[-1] if done else 0.0)
         return dataclasses.replace(masks, config=config)
+
+    def _updated(self, model: Any, masks: Masks) -> Any:
+        return model if self._update is None else self._update(model, masks)
 
     def _masks(self, model: Any, stage: Stage, previous: Masks | None) -> Masks:
         config = self.config.with_sparsity(stage.sparsity)

@@ -8,6 +8,7 @@ up. All are at least 0.
 - Wanda: :math:`w^2 \sum_t x_t^2`, with the inputs :math:`x_t` of the weight: the square
   of the score of the paper, :math:`|w| \cdot \lVert x \rVert`. It compares weights of
   one layer; rank with ``scope="layer"``.
+- SparseGPT, in `jaxscale.pruning.second_order`.
 
 Legend: K input features, L layers.
 """
@@ -128,8 +129,39 @@ def input_squares(
     Raises:
         ValueError: there is no batch.
     """
+    return _input_sums(model, loss, batches, products=False)
+
+
+def input_products(
+    model: Any, loss: Loss, batches: Iterable[Any]
+) -> dict[str, Float[np.ndarray, "..."]]:
+    r"""The sum of products :math:`\sum_t x_t x_t^T` of the inputs of each layer.
+
+    This is the Hessian of the squared error of the layer's outputs, by which
+    `sparsegpt_scores` and `update_weights` work. It is collected as by `input_squares`,
+    and takes K times as much memory, on the devices too: 39 GB for the layers of an 8B
+    model.
+
+    Args:
+        model: The model, which is not changed.
+        loss: A scalar that depends on the output of every layer.
+        batches: Batches that the activations are measured on.
+
+    Returns:
+        The sums of each layer, [K, K], or [L, K, K] for a stack, in fp32.
+
+    Raises:
+        ValueError: there is no batch.
+    """
+    return _input_sums(model, loss, batches, products=True)
+
+
+def _input_sums(
+    model: Any, loss: Loss, batches: Iterable[Any], *, products: bool
+) -> dict[str, np.ndarray]:
     names = list(linears(model))
-    probed = replace_linears(model, dict.fromkeys(names, _Probed))
+    probe = functools.partial(_Probed, products=products)
+    probed = replace_linears(model, dict.fromkeys(names, probe))
 
     @jax.jit
     def sums(model: Any, batch: Any) -> dict[str, Array]:
@@ -149,22 +181,23 @@ def input_squares(
 
 
 class _Probe(nnx.Variable):
-    """The parameter whose gradient is the sum of squares."""
+    """The parameter whose gradient is the sum of squares, or of products."""
 
 
 class _Probed(Linear):
     """A linear layer with a probe on its input."""
 
-    def __init__(self, layer: Linear) -> None:
+    def __init__(self, layer: Linear, *, products: bool = False) -> None:
         self.kernel_axes = layer.kernel_axes
         self.out_axes = layer.out_axes
         self.dtype = layer.dtype
         self.rules = layer.rules
         self.kernel = layer.kernel
         self.bias = layer.bias
+        more = layer.kernel.shape[-2:-1] if products else ()
         self.probe = _Probe(
-            jnp.zeros(layer.kernel.shape[:-1], jnp.float32),
-            out_sharding=logical_axes(layer.kernel)[:-1],
+            jnp.zeros((*layer.kernel.shape[:-1], *more), jnp.float32),
+            out_sharding=(*logical_axes(layer.kernel)[:-1], *[None] * len(more)),
             eager_sharding=False,
         )
 
@@ -180,13 +213,19 @@ def _observe(x: Array, probe: Array) -> Array:
     return x
 
 
-def _observe_forward(x: Array, probe: Array) -> tuple[Array, Array]:
-    return x, x
+def _observe_forward(x: Array, probe: Array) -> tuple[Array, tuple[Array, Array]]:
+    return x, (x, probe)
 
 
-def _observe_backward(x: Array, cotangent: Array) -> tuple[Array, Array]:
-    squares = jnp.square(x.astype(jnp.float32))
-    return cotangent, squares.sum(axis=tuple(range(x.ndim - 1)))
+def _observe_backward(
+    observed: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array]:
+    x, probe = observed
+    x, tokens = x.astype(jnp.float32), tuple(range(x.ndim - 1))
+    if probe.ndim == 1:
+        return cotangent, jnp.square(x).sum(axis=tokens)
+    exact = jax.lax.Precision.HIGHEST
+    return cotangent, jnp.tensordot(x, x, (tokens, tokens), precision=exact)
 
 
 _observe.defvjp(_observe_forward, _observe_backward)

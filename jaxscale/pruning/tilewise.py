@@ -14,6 +14,10 @@ The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
    of all matrices are ranked by their means. So each matrix keeps a multiple of G
    columns, at least one group: they become its tiles, in increasing order. Matrices
    that share their columns (gate and up of a feed-forward network) are ranked as one.
+   With ``permute`` columns that would keep the same rows then share a tile
+   (`cluster_columns`), wherever the order costs nothing: if columns of the matrix are
+   pruned, a packed output is put in its place anyway, and the next layer of a
+   feed-forward network reads its inputs in any order. Elsewhere they stay in order.
 2. Rows. A piece is ``k_granularity`` rows of one tile, all of equal size. The best
    pieces are kept until the whole mask has sparsity :math:`s`, however many columns
    step 1 took. Rows of input features that step 1 has pruned are excluded, unless too
@@ -31,13 +35,17 @@ Legend: K input features, N output features, G columns of a tile, T tiles.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from jaxscale.pruning.clustering import tiles_of
+from jaxscale.pruning.columns import bias, clustered, coming_rows, keep_columns
 from jaxscale.pruning.config import PruneConfig, pruned_units
+from jaxscale.pruning.matrix import Mask, Matrix
 from jaxscale.pruning.ranking import (
     best,
     keep_best,
@@ -48,44 +56,6 @@ from jaxscale.pruning.ranking import (
     unit_all,
     unit_means,
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Matrix:
-    """A weight to prune, or one of a stack.
-
-    Example:
-        >>> Matrix(name="mlp.up", scores=np.ones((4, 8), np.float32)).scores.shape
-        (4, 8)
-    """
-
-    name: str
-    """Name of the layer, for messages."""
-    scores: Float[np.ndarray, "K N"]
-    """Importance of each element, at least 0."""
-    previous: Bool[np.ndarray, "K N"] | None = None
-    """Units that the previous stage kept; None for the first stage."""
-    previous_tiled: Bool[np.ndarray, "K N"] | None = None
-    """The part of it in tiles."""
-    row_shards: int = 1
-    """Devices that K is split over."""
-    column_shards: int = 1
-    """Devices that N is split over."""
-    shares: str | None = None
-    """An earlier matrix that must keep the same columns."""
-    fed_by: str | None = None
-    """An earlier matrix whose columns are this one's input features: rows of its pruned
-    columns are pruned."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mask:
-    """The elements that one matrix keeps."""
-
-    kept: Bool[np.ndarray, "K N"]
-    """All kept elements."""
-    tiled: Bool[np.ndarray, "K N"]
-    """The part in tiles: all but the single weights of tew."""
 
 
 def make_masks(matrices: Sequence[Matrix], config: PruneConfig) -> list[Mask]:
@@ -144,10 +114,22 @@ def _make_masks(matrices: Sequence[Matrix], config: PruneConfig) -> list[Mask]:
 
 
 def tile_columns(
-    tiled: Bool[np.ndarray, "K N"], pattern: str
+    tiled: Bool[np.ndarray, "K N"], tile: int, pattern: str
 ) -> Int[np.ndarray, " C"] | None:
-    """The columns of a mask's tiles, in order; None if all."""
-    return None if pattern == "tw_k" else np.flatnonzero(tiled.any(axis=0))
+    """The columns of a mask's tiles, tile by tile; None if all, in order.
+
+    Raises:
+        ValueError: the mask is not tile-wise.
+    """
+    if pattern == "tw_k":
+        return None
+    tiles = tiles_of(tiled, tile)
+    if tiles is None:
+        raise ValueError(
+            f"the mask has no tiles of {tile} columns that keep the same rows; make it "
+            "with this tile, by make_model_masks"
+        )
+    return tiles.ravel()
 
 
 def tile_counts(
@@ -165,7 +147,7 @@ def tile_counts(
         >>> tile_counts(tiled, 2, "tw")
         array([2, 1])
     """
-    columns = tile_columns(tiled, pattern)
+    columns = tile_columns(tiled, tile, pattern)
     packed = tiled if columns is None else tiled[:, columns]
     return packed[:, ::tile].sum(axis=0)
 
@@ -238,7 +220,6 @@ def _tiles(
 ) -> list[np.ndarray]:
     """Tile-wise masks that keep a given number of pieces of rows."""
     rows, tile = config.k_granularity, config.tile
-    ranked = [m.scores.astype(np.float64) for m in matrices]
     densities = None
     if config.apriori:
         single = [
@@ -246,21 +227,17 @@ def _tiles(
         ]
         unbounded = dataclasses.replace(config, max_layer_sparsity=1.0)
         densities = _element_wise(single, unbounded)
-    # The columns that the tiles are made of, in order.
+    # The columns that the tiles are made of, tile by tile.
     if config.pattern == "tw_k":
         columns = [np.arange(m.scores.shape[1]) for m in matrices]
     else:
-        columns = _keep_columns(matrices, ranked, densities, config, pieces)
-    scores = []
-    for i in range(len(matrices)):
-        score = unit_means(ranked[i][:, columns[i]], rows, tile)
-        if densities is not None:
-            score *= _bias(unit_means(densities[i][:, columns[i]], rows, tile), config)
-        scores.append(score)
-    sizes = [m.scores.size // (rows * tile) for m in matrices]
-    least = least_units(sizes, config.least_share, pieces)
-    allowed = _allowed_pieces(matrices, columns, config, pieces, (scores, least))
-    units = keep_best(scores, pieces, allowed=allowed, least=least)
+        columns = keep_columns(matrices, densities, config, pieces)
+    find = functools.partial(_best_pieces, matrices, densities, config, pieces)
+    units, scores, allowed = find(columns)
+    if config.permute and config.pattern != "tw_k":
+        counts = [int(unit.sum()) for unit in units]
+        columns = clustered(matrices, columns, counts, config)
+        units, scores, allowed = find(columns)
     if config.equal_work:
         units = [
             _balance(score, unit, matrix.row_shards, allowed[i])
@@ -274,6 +251,27 @@ def _tiles(
         mask[:, chosen] = spread(unit, rows, tile)
         kept.append(mask)
     return kept
+
+
+def _best_pieces(
+    matrices: Sequence[Matrix],
+    densities: Sequence[np.ndarray] | None,
+    config: PruneConfig,
+    pieces: int,
+    columns: Sequence[np.ndarray],
+) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """The kept pieces of the tiles of some columns, their scores, and the allowed."""
+    rows, tile = config.k_granularity, config.tile
+    scores = []
+    for i, matrix in enumerate(matrices):
+        score = unit_means(matrix.scores[:, columns[i]], rows, tile)
+        if densities is not None:
+            score *= bias(unit_means(densities[i][:, columns[i]], rows, tile), config)
+        scores.append(score)
+    sizes = [m.scores.size // (rows * tile) for m in matrices]
+    least = least_units(sizes, config.least_share, pieces)
+    allowed = _allowed_pieces(matrices, columns, config, pieces, (scores, least))
+    return keep_best(scores, pieces, allowed=allowed, least=least), scores, allowed
 
 
 def _allowed_pieces(
@@ -302,10 +300,7 @@ def _allowed_pieces(
         if matrix.previous_tiled is not None:
             units &= unit_all(matrix.previous_tiled[:, chosen], rows, tile)
         before.append(units)
-        comes = np.ones(height, np.bool_)
-        if config.pattern == "tw" and matrix.fed_by in place:
-            comes = np.isin(np.arange(height), columns[place[matrix.fed_by]])
-        comes = comes.reshape(-1, rows).any(1)  # [K] to [K / rows]
+        comes = coming_rows(matrix, columns, place, config)
         fed.append(units & comes[:, None])
     for own, all_own, score, count in zip(fed, before, *needed, strict=True):
         missing = min(count - int(own.sum()), int((all_own & ~own).sum()))
@@ -334,132 +329,6 @@ def _tile_element_wise(matrices: Sequence[Matrix], config: PruneConfig) -> list[
     ]
 
 
-def _keep_columns(
-    matrices: Sequence[Matrix],
-    ranked: Sequence[np.ndarray],
-    densities: Sequence[np.ndarray] | None,
-    config: PruneConfig,
-    pieces: int,
-) -> list[np.ndarray]:
-    """The columns of each matrix that stay, a multiple of the tile in each shard."""
-    groups: list[tuple[float, list[int], np.ndarray, int]] = []
-    for bundle in _bundles(matrices, config):
-        score = np.zeros(matrices[bundle[0]].scores.shape[1])
-        for i in bundle:
-            own = ranked[i].mean(axis=0)
-            if densities is not None:
-                own = own * _bias(densities[i].mean(axis=0), config)
-            score += own / len(bundle)
-        candidates = _column_groups([matrices[i] for i in bundle], score, config.tile)
-        taken, room = 0, 0.0
-        for columns in candidates:
-            capacity = [_capacity(matrices[i], columns) for i in bundle]
-            # The first group of each matrix stays, and as many more as hold what it
-            # keeps at least, in a layer that it feeds too.
-            must = taken < math.sqrt(config.least_share) * score.size
-            must |= taken == 0 or room < config.least_share
-            mean = math.inf if must else float(score[columns].mean())
-            groups.append((mean, bundle, columns, sum(capacity)))
-            taken += columns.size
-            room += min(
-                part / matrices[i].scores.size
-                for i, part in zip(bundle, capacity, strict=True)
-            )
-    groups.sort(key=lambda group: -group[0])
-    total = sum(m.scores.size for m in matrices)
-    wanted = total * math.sqrt(1 - config.sparsity)
-    needed = pieces * config.k_granularity * config.tile
-    kept: list[list[np.ndarray]] = [[] for _ in matrices]
-    size = space = 0
-    for mean, bundle, columns, capacity in groups:
-        width = sum(columns.size * matrices[i].scores.shape[0] for i in bundle)
-        # The group that crosses the wanted fraction stays if that is closer to it.
-        closer = size + width / 2 <= wanted
-        if mean < math.inf and not closer and space >= needed:
-            continue
-        for i in bundle:
-            kept[i].append(columns)
-        size, space = size + width, space + capacity
-    # In a later stage a matrix may have no columns left.
-    none = np.zeros(0, np.int64)
-    return [np.sort(np.concatenate([none, *columns])) for columns in kept]
-
-
-def _capacity(matrix: Matrix, columns: np.ndarray) -> int:
-    """Weights of some columns that may be kept."""
-    if matrix.previous_tiled is None:
-        return columns.size * matrix.scores.shape[0]
-    return int(matrix.previous_tiled[:, columns].sum())
-
-
-def _bundles(matrices: Sequence[Matrix], config: PruneConfig) -> list[list[int]]:
-    """The indices of matrices, grouped by those that keep the same columns."""
-    bundles: dict[str, list[int]] = {}
-    for i, matrix in enumerate(matrices):
-        bundle = bundles.get(matrix.shares or "")
-        if bundle is None or config.pattern != "tw":
-            bundles[matrix.name] = [i]
-        elif _same_tiles([*(matrices[j] for j in bundle), matrix], config):
-            bundle.append(i)
-        else:
-            bundles[matrix.name] = [i]
-    return list(bundles.values())
-
-
-def _same_tiles(matrices: Sequence[Matrix], config: PruneConfig) -> bool:
-    """Return whether the matrices have the same tiles after earlier stages."""
-    if all(matrix.previous_tiled is None for matrix in matrices):
-        return True
-    kept = [_alive([matrix]) for matrix in matrices]
-    some = np.logical_or.reduce(kept)
-    for shard in np.split(np.arange(some.size), matrices[0].column_shards):
-        alive = shard[some[shard]]
-        if alive.size % config.tile:
-            return False
-        tiles = [each[alive].reshape(-1, config.tile) for each in kept]  # [T, G] each
-        if any((tile.any(1) != tile.all(1)).any() for tile in tiles):
-            return False
-    return True
-
-
-def _alive(matrices: Sequence[Matrix]) -> Bool[np.ndarray, " N"]:
-    """The columns that an earlier stage kept in some matrix."""
-    return np.logical_or.reduce(
-        [
-            np.ones(m.scores.shape[1], np.bool_)
-            if m.previous_tiled is None
-            else m.previous_tiled.any(axis=0)
-            for m in matrices
-        ]
-    )
-
-
-def _column_groups(
-    matrices: Sequence[Matrix], score: Float[np.ndarray, " N"], tile: int
-) -> list[Int[np.ndarray, " G"]]:
-    """The columns of matrices in groups, best first: one tile per shard.
-
-    After the first stage the tiles stay the same, so that no weight comes back.
-    """
-    first, alive = matrices[0], _alive(matrices)
-    shards = np.split(np.arange(score.size), first.column_shards)
-    parts = []
-    for shard in shards:
-        if first.previous_tiled is None:
-            order = shard[np.argsort(-score[shard], kind="stable")]
-            parts.append(order.reshape(-1, tile))  # [T / shards, G]
-            continue
-        left = shard[alive[shard]].reshape(-1, tile)  # [T / shards, G]
-        order = np.argsort(-score[left].mean(axis=1), kind="stable")
-        parts.append(left[order])
-    count = max(len(part) for part in parts)
-    groups = [
-        np.concatenate([part[i] for part in parts if i < len(part)])
-        for i in range(count)
-    ]
-    return groups
-
-
 def _balance(
     score: Float[np.ndarray, "R T"],
     kept: Bool[np.ndarray, "R T"],
@@ -483,10 +352,6 @@ def _balance(
         may = None if allowed is None else [np.isfinite(lot)]
         (out[i // tiles, :, i % tiles],) = keep_best([lot], count, allowed=may)
     return out.reshape(score.shape)  # [R, T]
-
-
-def _bias(density: np.ndarray, config: PruneConfig) -> np.ndarray:
-    return density**config.apriori
 
 
 def _allowed(matrices: Sequence[Matrix]) -> list[np.ndarray] | None:

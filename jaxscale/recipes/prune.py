@@ -28,17 +28,22 @@ from jaxscale.pruning import (
     check_layers,
     cubic_stages,
     dense_layers,
+    input_products,
     magnitude_scores,
     one_shot,
     paper_stages,
+    sparsegpt_scores,
     taylor_scores,
+    update_weights,
     wanda_scores,
 )
 from jaxscale.recipes.runs import check_machine
 from jaxscale.sharding import MeshConfig, make_mesh
 from jaxscale.training import (
+    DistillationLoss,
     Evaluation,
     FitResult,
+    TaughtBatches,
     TextData,
     TrainConfig,
     TrainState,
@@ -65,11 +70,18 @@ class TuneConfig:
         5
     """
 
-    score: Literal["magnitude", "taylor", "wanda"] = "taylor"
+    score: Literal["magnitude", "taylor", "wanda", "sparsegpt"] = "taylor"
     """Importance of a weight: its square, the first-order change of the loss without
-    it, or its square times that of its inputs (rank the last per layer)."""
+    it, its square times that of its inputs, or the error of the layer's outputs if the
+    other weights make up for it (rank the last two per layer: `scope`)."""
     score_batches: int = 8
-    """Batches of training text that taylor and wanda are computed on."""
+    """Batches of training text that scores and `update` are computed on."""
+    update: bool = False
+    """At each stage change the kept weights so that the outputs of their layers differ
+    least from those before, in squares, as SparseGPT does."""
+    distill: float = 0.0
+    """The part of the loss under the masks that is the cross-entropy to the predictions
+    of the dense model, 0 to 1; 0 trains on the text alone."""
     schedule: Literal["one_shot", "cubic", "paper"] = "one_shot"
     """Schedule: all at once before the first step, or in stages over the first half of
     the steps, by a cubic curve or the paper's list of sparsities."""
@@ -81,6 +93,7 @@ class TuneConfig:
 
     def __post_init__(self) -> None:
         check_least(self, 1, "score_batches", "stages")
+        DistillationLoss(share=self.distill)  # raises
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -290,7 +303,8 @@ def prune_and_tune(
         writers: Writers of the records, as in `fit`.
 
     Raises:
-        ValueError: the masks cannot be made.
+        ValueError: the masks cannot be made, or ``tune.distill`` is set on a mesh with
+            pipeline stages.
         KeyboardInterrupt: a signal ended the training.
     """
     mesh = make_mesh(config.mesh)
@@ -303,6 +317,7 @@ def prune_and_tune(
         prune = fitting
     train_data, eval_data = packed_batches(config, text)
     assert eval_data is not None
+    lessons = _lessons(config, train_data, model, tune)
     loss = next_token_loss(chunk_size=config.loss_chunk)
     eval_step = make_eval_step(loss)
 
@@ -312,6 +327,7 @@ def prune_and_tune(
             return evaluate(config, mesh, eval_step, state, eval_data)
 
     scores = _scores(config, mesh, text, tune)
+    update = _update(config, mesh, text, tune) if tune.update else None
     first: Scores = {}
 
     def score(model: Any) -> Scores:
@@ -324,10 +340,11 @@ def prune_and_tune(
         say(f"step {step}: pruned to {masks.sparsity:.1%}")
 
     stages = make_stages(prune, tune, config.steps)
-    pruner = Pruner(prune, stages, scores=score, on_stage=on_stage)
+    changes: Any = {"scores": score, "update": update}
+    pruner = Pruner(prune, stages, on_stage=on_stage, **changes)
     start = at_once = pruner.start(model)
     if len(stages) > 1:
-        at_once = Pruner(prune, one_shot(prune.sparsity), scores=score).start(model)
+        at_once = Pruner(prune, one_shot(prune.sparsity), **changes).start(model)
     before, after = measure(model), measure(at_once)
     say(
         f"held-out loss {before.loss:.3f}, pruned {after.loss:.3f}; both on "
@@ -335,8 +352,7 @@ def prune_and_tune(
     )
     with locked(Path(config.output_dir)):  # also while the control is trained
         result = fit(
-            config,
-            train_data=train_data,
+            **lessons,
             eval_data=eval_data,
             model=start,
             hooks=[pruner],
@@ -357,6 +373,27 @@ def prune_and_tune(
         after=after,
         measure=measure,
     )
+
+
+def _lessons(
+    config: TrainConfig, train_data: Any, teacher: Any, tune: TuneConfig
+) -> dict[str, Any]:
+    """Settings, batches and loss of the training under masks, arguments of `fit`."""
+    if not tune.distill:
+        return {"config": config, "train_data": train_data}
+    if config.is_pipelined(make_mesh(config.mesh).shape):
+        raise ValueError(
+            f"distill {tune.distill} on a mesh with pipeline stages, whose last one "
+            "alone has a loss; set mesh.pipe to 1, or distill to 0"
+        )
+    loss = DistillationLoss(
+        share=tune.distill, chunk_size=config.loss_chunk, z_loss=config.z_loss
+    )
+    return {
+        "config": dataclasses.replace(config, z_loss=0.0),  # it is in the loss
+        "train_data": TaughtBatches(train_data, teacher, chunk_size=config.loss_chunk),
+        "loss": loss,
+    }
 
 
 def _control(config: TrainConfig, model: Any, text: TextData) -> Evaluation | None:
@@ -381,20 +418,39 @@ def _scores(
     if tune.score == "magnitude":
         return magnitude_scores
     loss = mean_loss(config.loss_chunk)
-    measure = {"taylor": taylor_scores, "wanda": wanda_scores}[tune.score]
 
     def scores(model: Any) -> Scores:
-        train_data, _ = packed_batches(config, text)
-        batches = iter(train_data)
-        try:
-            some = [
-                to_rows(next(batches), config, mesh) for _ in range(tune.score_batches)
-            ]
-        finally:
-            getattr(batches, "close", lambda: None)()
+        some = _score_batches(config, mesh, text, tune)
+        if tune.score == "sparsegpt":
+            return sparsegpt_scores(model, input_products(model, loss, some))
+        measure = {"taylor": taylor_scores, "wanda": wanda_scores}[tune.score]
         return measure(model, loss, some)
 
     return scores
+
+
+def _update(
+    config: TrainConfig, mesh: Mesh, text: TextData, tune: TuneConfig
+) -> Callable[[Any, Masks], Any]:
+    def update(model: Any, masks: Masks) -> Any:
+        some = _score_batches(config, mesh, text, tune)
+        with jax.set_mesh(mesh):
+            products = input_products(model, mean_loss(config.loss_chunk), some)
+        return update_weights(model, masks, products)
+
+    return update
+
+
+def _score_batches(
+    config: TrainConfig, mesh: Mesh, text: TextData, tune: TuneConfig
+) -> list[Any]:
+    """The first batches of the training text, each time the same."""
+    train_data, _ = packed_batches(config, text)
+    batches = iter(train_data)
+    try:
+        return [to_rows(next(batches), config, mesh) for _ in range(tune.score_batches)]
+    finally:
+        getattr(batches, "close", lambda: None)()
 
 
 def mean_loss(chunk_size: int = 1024) -> Callable[[Any, Any], Any]:

@@ -32,6 +32,12 @@ from jaxscale.training.diagnosis.suite import (
     Measurement,
     diagnose,
 )
+from jaxscale.training.distillation import (
+    DistillationLoss,
+    TaughtBatch,
+    TaughtBatches,
+    taught,
+)
 from jaxscale.training.encoder_losses import classification_loss, masked_lm_loss
 from jaxscale.training.evaluation import Evaluation, evaluate
 from jaxscale.training.gradients import accumulated
@@ -75,6 +81,7 @@ __all__ = [
     "DataConfig",
     "DiagnoseConfig",
     "Diagnosis",
+    "DistillationLoss",
     "Diverged",
     "Document",
     "Estimate",
@@ -102,6 +109,8 @@ __all__ = [
     "PlanConfig",
     "ProgressBar",
     "ReplicasDiffer",
+    "TaughtBatch",
+    "TaughtBatches",
     "TensorBoardWriter",
     "TextData",
     "TokenCorpus",
@@ -135,6 +144,7 @@ __all__ = [
     "read_documents",
     "split",
     "state_shardings",
+    "taught",
     "tokenize",
 ]
 

@@ -51,7 +51,8 @@ def test_prune_trains_under_masks_and_reports(trained, command, tmp_path):
     call = functools.partial(command, "prune")
     code, out, err = call(
         *("--from", trained, "--output-dir", directory, "--sparsity", 0.75),
-        *("--pattern", "tw", "--tile", 8, "--steps", 8, "--score", "magnitude"),
+        *("--pattern", "tw", "--tile", 8, "--steps", 8, "--score", "sparsegpt"),
+        *("--update", "--distill", 0.5),
         *("--schedule", "cubic", "--stages", 2, "--dense", "blocks.attention.*"),
     )
     assert code == 0, err
@@ -119,6 +120,7 @@ def test_prune_trains_under_masks_and_reports(trained, command, tmp_path):
         (["--sparsity", "-0.5"], "sparsity -0.5, expected at least 0 and below 1"),
         (["--pattern", "tile"], "invalid choice|expected one of|choose"),
         (["--k-granularity", "3"], "k_granularity 3, expected 1, 8 or 64"),
+        (["--distill", "2"], "share 2.0, expected a part of the loss, 0 to 1"),
         (["--steps", "0"], "steps 0, expected at least 1"),
         (["--learning-rate", "0"], "learning_rate 0.0 must be > 0"),
         (

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxscale.pruning import Matrix, PruneConfig, make_masks, pruned_units, tile_counts
+from jaxscale.pruning.clustering import tiles_of
 from jaxscale.pruning.config import PATTERNS
 
 
@@ -73,9 +74,10 @@ def test_sparsity_is_exact(pattern, sparsity, scope):
     tile=st.sampled_from([4, 8, 32]),
     apriori=st.sampled_from([0.0, 0.5, 2.0]),
     equal_work=st.booleans(),
+    permute=st.booleans(),
 )
 def test_tile_wise_structure(
-    seed, sparsity, pattern, granularity, tile, apriori, equal_work
+    seed, sparsity, pattern, granularity, tile, apriori, equal_work, permute
 ):
     config = PruneConfig(
         pattern=pattern,
@@ -84,13 +86,17 @@ def test_tile_wise_structure(
         k_granularity=granularity,
         apriori=apriori,
         equal_work=equal_work,
+        permute=permute,
     )
     weights = matrices((32, 64), (64, 32), seed=seed)
     masks = make_masks(weights, config)
     for mask in masks:
         tiled = mask.tiled
         if pattern != "tw_k":
-            tiled = tiled[:, tiled.any(axis=0)]
+            tiles = tiles_of(tiled, tile)
+            assert tiles is not None
+            assert permute or (np.diff(tiles.ravel()) > 0).all()
+            tiled = tiled[:, tiles.ravel()]
         assert tiled.shape[1] % tile == 0
         pieces = tiled.reshape(tiled.shape[0] // granularity, granularity, -1, tile)
         assert (pieces.all(axis=(1, 3)) == pieces.any(axis=(1, 3))).all()
@@ -220,10 +226,76 @@ def test_the_best_units_of_all_layers_are_kept(pattern):
     assert min(kept) >= max(pruned)
 
 
+@pytest.mark.parametrize("pattern", ["tw", "tew"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_permuted_columns_keep_more(pattern, shards):
+    """Of scores with kinds of columns, in a network whose layers share them."""
+    rng = np.random.default_rng(0)
+
+    def of_kinds(k, n):
+        """Four kinds of columns, each with rows of its own."""
+        own = np.where(rng.random((k, 4)) < 0.3, 8.0, 1.0)
+        scores = own[:, rng.integers(0, 4, n)] * rng.random((k, n))
+        return scores.astype(np.float32)
+
+    column, row = {"column_shards": shards}, {"row_shards": shards}
+    weights = [
+        Matrix(name="out", scores=of_kinds(64, 96), **row),
+        Matrix(name="gate", scores=of_kinds(48, 96), **column),
+        Matrix(name="up", scores=of_kinds(48, 96), shares="gate", **column),
+        Matrix(name="down", scores=of_kinds(96, 48), fed_by="gate", **row),
+    ]
+    config = PruneConfig(pattern=pattern, sparsity=0.75, tile=8, shards=shards)
+    free, ordered = (
+        make_masks(weights, dataclasses.replace(config, permute=permute))
+        for permute in (True, False)
+    )
+    again = make_masks(weights, config)
+    kept = [
+        sum(float(w.scores[m.kept].sum()) for w, m in zip(weights, masks, strict=True))
+        for masks in (free, ordered)
+    ]
+    assert kept[0] > 1.02 * kept[1]
+    for mask, same in zip(free, again, strict=True):
+        np.testing.assert_array_equal(mask.kept, same.kept)
+    together = np.concatenate([free[1].tiled, free[2].tiled])
+    for part in np.split(together, shards, axis=1):
+        assert tiles_of(part, 8) is not None  # gate and up have tiles in common
+    if pattern == "tw":
+        alive = together.any(axis=0)
+        assert not free[3].kept[~alive].any()
+
+
+def test_a_matrix_that_keeps_all_columns_stays_in_order():
+    """It needs no gather then, unless its outputs may come in any order."""
+    rng = np.random.default_rng(0)
+    kinds = rng.permutation(np.repeat([0, 1], 16))
+    own = np.where(rng.random((2, 64)) < 0.5, 9.0, 0.1)[kinds].T
+    whole = Matrix(name="up", scores=own.astype(np.float32))
+    config = PruneConfig(pattern="tw", sparsity=0.4, tile=16)
+    (mask,) = make_masks([whole], config)
+    np.testing.assert_array_equal(tiles_of(mask.kept, 16), np.arange(32).reshape(2, 16))
+    scores = np.full((32, 16), 99, np.float32)
+    down = Matrix(name="down", scores=scores, fed_by="up")
+    mask, _ = make_masks([whole, down], config.with_sparsity(0.3))
+    tiles = tiles_of(mask.kept, 16)
+    assert tiles is not None and tiles.size == 32
+    assert (kinds[tiles] == kinds[tiles[:, :1]]).all()
+
+
+def test_other_tiles_than_before_are_refused():
+    (weight,) = matrices((32, 32))
+    config = PruneConfig(pattern="tw", sparsity=0.5, tile=4)
+    (mask,) = make_masks([weight], config)
+    again = dataclasses.replace(weight, previous=mask.kept, previous_tiled=mask.tiled)
+    with pytest.raises(ValueError, match="mask before of layer w0 has no tiles of 16"):
+        make_masks([again], dataclasses.replace(config, tile=16, sparsity=0.75))
+
+
 def test_columns_go_first_and_the_worst_of_them():
     """Half of the columns, half of their rows: 75% in all."""
     (weight,) = matrices((64, 64))
-    config = PruneConfig(pattern="tw", sparsity=0.75, tile=8)
+    config = PruneConfig(pattern="tw", sparsity=0.75, tile=8, permute=False)
     (mask,) = make_masks([weight], config)
     stays = mask.kept.any(axis=0)
     assert stays.sum() == 32
@@ -295,12 +367,14 @@ def test_equal_work_balances_tiles_and_shards(pattern, shards):
     for mask, loose in zip(masks, free, strict=True):
         for rows in np.split(np.arange(64), shards[0]):
             columns = np.split(np.arange(mask.kept.shape[1]), shards[1])
-            tiles = [
-                mask.kept[np.ix_(rows, part)][:, mask.kept[:, part].any(axis=0)]
-                for part in columns
-            ]
+            tiles = []
+            for part in columns:
+                order = np.arange(part.size).reshape(-1, 16)
+                if pattern == "tw":
+                    order = tiles_of(mask.kept[:, part], 16)
+                tiles.append(mask.kept[np.ix_(rows, part[order[:, 0]])])
             assert len({part.shape[1] for part in tiles}) == 1
-            counts = np.concatenate([part[:, ::16].sum(axis=0) for part in tiles])
+            counts = np.concatenate([part.sum(axis=0) for part in tiles])
             assert counts.max() - counts.min() <= 1
         counts = tile_counts(loose.kept, 16, pattern)
         uneven += counts.max() - counts.min() > 1

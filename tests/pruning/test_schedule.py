@@ -127,8 +127,18 @@ def test_stages_prune_more_and_more(tmp_path):
         Stage(step=3, sparsity=0.5),
         Stage(step=4, sparsity=0.75),
     )
-    done = []
-    pruner = Pruner(TILES, stages, on_stage=lambda step, masks: done.append(step))
+    done, updated = [], []
+
+    def update(model, masks):
+        updated.append(masks.sparsity)
+        return model
+
+    pruner = Pruner(
+        TILES,
+        stages,
+        update=update,
+        on_stage=lambda step, masks: done.append(step),
+    )
     model = pruner.start(decoder())
     watch = Watch(pruner)
     # The pruner's hook comes first: the watch sees the state that it leaves.
@@ -140,7 +150,7 @@ def test_stages_prune_more_and_more(tmp_path):
     )
     shares = [share for _, share in watch.seen]
     assert shares == [0.25, 0.25, 0.5, 0.75, 0.75, 0.75]
-    assert done == [1, 3, 4]
+    assert done == [1, 3, 4] and updated == [0.25, 0.5, 0.75]
 
 
 class Both:

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxscale import sharding
 from jaxscale.models import Decoder, stack
 from jaxscale.pruning import (
+    input_products,
     input_squares,
     linears,
     magnitude_scores,
@@ -60,6 +61,23 @@ def test_input_squares_are_those_of_the_inputs(measured, monkeypatch):
             inputs = np.concatenate(seen[kernel.tobytes()])
             expected = np.square(inputs).sum((0, 1))
             np.testing.assert_allclose(found[name][i], expected, rtol=2e-5)
+
+
+def test_input_products_are_those_of_the_inputs(measured, monkeypatch):
+    model, data, squares = measured
+    found = input_products(model, mean_loss, data)
+    seen = inputs_of(model, data, monkeypatch)
+    assert set(found) == set(squares)
+    for name, layer in linears(model).items():
+        for i, kernel in enumerate(np.asarray(layer.kernel[...])):
+            x = np.concatenate(seen[kernel.tobytes()]).reshape(-1, len(kernel))
+            scale = np.diagonal(found[name][i]).max()
+            np.testing.assert_allclose(
+                found[name][i], x.T @ x, rtol=0, atol=1e-5 * scale
+            )
+            np.testing.assert_allclose(
+                np.diagonal(found[name][i]), squares[name][i], rtol=2e-5
+            )
 
 
 def test_wanda_is_weight_times_input_norm(measured):

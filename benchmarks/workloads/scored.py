@@ -1,0 +1,129 @@
+"""A trained model pruned by every pattern and score that benchmarks compare."""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxscale import pruning
+
+
+PATTERNS: dict[str, dict[str, Any]] = {
+    "element_wise": {"pattern": "ew"},
+    "vector_wise": {"pattern": "vw"},
+    "block_wise": {"pattern": "bw"},
+    "two_four": {"pattern": "2:4"},
+    "tile_wise_k": {"pattern": "tw_k"},
+    "tile_wise": {"pattern": "tw", "permute": False},
+    "tile_wise_narrow": {"pattern": "tw", "permute": False, "narrow": True},
+    "tile_wise_apriori": {"pattern": "tw", "permute": False, "apriori": 0.5},
+    "tew": {"pattern": "tew", "permute": False, "single_fraction": 0.1},
+    "tile_wise_permuted": {"pattern": "tw"},
+    "tew_permuted": {"pattern": "tew", "single_fraction": 0.1},
+}
+"""Settings of `pruning.PruneConfig` by Taylor scores; `narrow` has half the columns in
+a tile."""
+
+SCORES: dict[str, dict[str, Any]] = {
+    "magnitude": {"score": "magnitude"},
+    "wanda": {"score": "wanda", "scope": "layer"},
+    "sparsegpt": {"score": "sparsegpt", "scope": "layer", "update": True},
+    "updated": {"update": True},
+}
+"""Other scores and updates, of which `updated` is by Taylor scores."""
+
+SCORED = ("element_wise", "two_four", "tile_wise_permuted", "tew_permuted")
+
+MORE: dict[str, dict[str, Any]] = {
+    f"{name}_{more}": PATTERNS[name] | settings
+    for name in SCORED
+    for more, settings in SCORES.items()
+}
+"""Some patterns by them."""
+
+
+class Scored:
+    """A dense model with its scores, and what becomes of it."""
+
+    def __init__(
+        self,
+        model: Any,
+        loss: Callable[[Any, Any], Any],
+        batches: Sequence[Any],
+        *,
+        tile: int,
+        block: int = 32,
+    ) -> None:
+        """Describe it; scores are made when they are needed.
+
+        Args:
+            model: The dense model.
+            loss: Of a model on a batch, a scalar.
+            batches: That scores are measured on.
+            tile: Columns of a tile.
+            block: Side of a block.
+        """
+        self.model, self.tile, self.block = model, tile, block
+        self._loss, self._batches = loss, batches
+        self._scores: dict[str, pruning.Scores] = {}
+        self._one_at_a_time = threading.Lock()
+
+    @functools.cached_property
+    def products(self) -> dict[str, np.ndarray]:
+        """Those of the inputs of each layer."""
+        return pruning.input_products(self.model, self._loss, self._batches)
+
+    def scores(self, name: str) -> pruning.Scores:
+        """The scores of a name in the command line of `jaxscale prune`."""
+        with self._one_at_a_time:
+            if name not in self._scores:
+                self._scores[name] = self._scored(name)
+            return self._scores[name]
+
+    def _scored(self, name: str) -> pruning.Scores:
+        if name == "magnitude":
+            return pruning.magnitude_scores(self.model)
+        if name == "sparsegpt":
+            return pruning.sparsegpt_scores(self.model, self.products)
+        measure = {"taylor": pruning.taylor_scores, "wanda": pruning.wanda_scores}[name]
+        return measure(self.model, self._loss, self._batches)
+
+    def masks(self, name: str, sparsity: float) -> pruning.Masks:
+        """What a pattern keeps."""
+        settings = dict((PATTERNS | MORE)[name])
+        score = settings.pop("score", "taylor")
+        settings.pop("update", None)
+        tile = self.tile // 2 if settings.pop("narrow", False) else self.tile
+        config = pruning.PruneConfig(
+            **settings,
+            sparsity=sparsity,
+            max_layer_sparsity=1.0,  # the first rows were measured without a bound
+            tile=tile,
+            block=self.block,
+        )
+        return pruning.make_model_masks(self.model, self.scores(score), config)
+
+    def pruned(self, name: str, masks: pruning.Masks) -> Any:
+        """The model under masks, before any training."""
+        settings, model = (PATTERNS | MORE).get(name, {}), self.model
+        if settings.get("update"):
+            model = pruning.update_weights(model, masks, self.products)
+        return pruning.apply_masks(model, masks)
+
+
+def multiplied(model: Any, masks: pruning.Masks) -> float:
+    """The part of the dense matmuls of pruned layers that tiles multiply."""
+    sparse = pruning.sparsify(model, masks, dense_above=1.0, separate=True)
+    masks = masks.separated()
+    kept = size = 0
+    for name, mask in masks.kept.items():
+        layer = functools.reduce(_part, name.split("."), sparse)
+        kept += int(np.asarray(layer.counts[...]).sum()) * masks.config.tile
+        size += mask.size
+    return kept / size
+
+
+def _part(node: Any, name: str) -> Any:
+    return node[int(name)] if name.isdigit() else getattr(node, name)
