@@ -1,4 +1,4 @@
-"""Serving end to end: ours, other ways to serve on our engine, and transformers.
+"""Serving end to end: ours, other ways to serve on our engine, transformers, vLLM.
 
 Each implementation runs in a child process of this command, one after the other, with
 random weights in bf16 and greedy answers of given lengths. Requests come from inside
@@ -17,12 +17,19 @@ of 504 tokens, or like those of ShareGPT.
   waits up to ``window_s``.
 - ``torch_static``, ``torch_static_graphs``, ``torch_continuous``,
   ``torch_continuous_compile``: see `torch_serving`.
+- ``vllm``: vLLM with as many slots as ours; see `vllm_serving`, which says how it is
+  found.
+
+With ``slots`` ``default`` ours and vLLM choose them.
 
 A token: ``batch`` sequences of about ``context`` tokens each; the time of a step.
 ``read_gb_per_second`` is how fast weights, keys and values are read in it, by each
 device. Cases with ``weights`` have them in 8 bits, a byte each. With ``tp`` the model
 is split over so many GPUs: ``low_latency`` sums over them by the kernel without a
 barrier, ``xla_nccl`` by XLA, and ``jaxscale`` by what dispatch picks.
+
+Where the environment variable ``BENCHMARK_TRACES`` names a folder, ``jaxscale`` serves
+each case once more and leaves a timeline of its steps there, for Perfetto.
 
 ``python -m benchmarks.serving bars`` measures on a small model what continuous batching
 must gain: see `serving_bars`. ``python -m benchmarks.serving server`` measures what
@@ -40,10 +47,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import command, timing
 from benchmarks.measure.harness import Benchmark, Case, Custom, Measurement, Params
+from benchmarks.workloads.serving_model import config_of, random_model
+from jaxscale.observability.trace_events import write_events
 
 
 OURS = ("jaxscale", "concurrent", "serial", "static", "windowed")
@@ -55,10 +65,13 @@ TORCH = (
     "torch_continuous",
     "torch_continuous_compile",
 )
+DEFAULTS = {"slots": "default"}
 _STEPS = 64  # of a token's time
 _WARM = 16  # tokens of an answer, where the first ones are enough to warm up
 _SOLO = 4  # requests that also run by themselves
 _PROGRAMS = "BENCHMARK_PROGRAMS"  # names a folder of compiled programs
+_TRACES = "BENCHMARK_TRACES"  # names a folder of timelines
+_TRACED = ("model", "workload", "gap_ms", "slots", "batch", "context", "weights", "tp")
 _MANY = 64  # requests that are too many to run one after another, or on instances
 
 
@@ -108,6 +121,7 @@ def token_case(
 def _cases() -> list[Case]:
     poisson = {"arrivals": "poisson"}
     many = poisson | {"slots": 128, "requests": 512}
+    long = DEFAULTS | {"requests": 1000}
     models = ("llama1_7b", "llama3_1_8b")
     sizes = ((1, 264), (32, 264), (128, 1024))
     return [
@@ -129,65 +143,17 @@ def _cases() -> list[Case]:
             for gap in (20, 100, 500)
         ),
         load_case("random_lengths", "llama1_7b", "flover:2048", 0),
-        load_case("saturated", "llama3_1_8b", "sharegpt", 10, **many),
-        load_case("half_load", "llama3_1_8b", "sharegpt", 40, **many),
+        load_case("saturated", models[1], "sharegpt", 10, **many),
+        load_case("half_load", models[1], "sharegpt", 40, **many),
+        load_case("saturated_defaults", models[1], "sharegpt", 10, **many | DEFAULTS),
+        *(
+            load_case(f"all_at_once_{i}_{o}", models[1], f"{i}/{o}", 0, **long)
+            for i, o in ((1000, 1000), (128, 2048))
+        ),
     ]
 
 
 # --- In a child -----------------------------------------------------------------------
-
-
-def config_of(params: Params) -> Any:
-    """The model of a case."""
-    from jaxscale import models
-
-    config = models.preset(params["model"])
-    layers = params.get("layers", config.num_layers)
-    return dataclasses.replace(config, num_layers=layers)
-
-
-def random_model(params: Params, seed: int) -> Any:
-    """The decoder of a case with random weights, on GPUs in bf16."""
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-    from jax.sharding import SingleDeviceSharding
-
-    from jaxscale import models
-    from jaxscale.models.serving import prepared_model, serving_rules
-    from jaxscale.sharding import REPLICATED, fsdp_tp, make_mesh, shardings
-
-    dtype = jnp.bfloat16 if timing.on_gpu() else jnp.float32
-    config, tp = config_of(params), params.get("tp", 1)
-    rules = serving_rules(fsdp_tp()) if tp > 1 else REPLICATED
-
-    def make() -> models.Decoder:
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rules": rules}
-        model = models.Decoder(config, rngs=nnx.Rngs(0), **options)
-        return prepared_model(model, {"tensor": tp})
-
-    @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-    def draw(
-        key: jax.Array, shape: tuple[int, ...], dtype: Any, where: Any
-    ) -> jax.Array:
-        weights = 0.02 * jax.random.normal(key, shape, dtype)
-        return jax.lax.with_sharding_constraint(weights, where)
-
-    # One program for each shape: a program that makes all weights compiles minutes.
-    shapes = jax.eval_shape(make)
-    leaves, tree = jax.tree.flatten(shapes)
-    places = [SingleDeviceSharding(jax.devices()[0])] * len(leaves)
-    if tp > 1:
-        mesh = make_mesh({"tensor": tp}, jax.devices()[:tp])
-        places = jax.tree.leaves(shardings(shapes, mesh, rules))
-    keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
-    weights = [
-        draw(key, leaf.shape, leaf.dtype, where)
-        if leaf.ndim > 1
-        else jnp.ones(leaf.shape, leaf.dtype, device=where)
-        for key, leaf, where in zip(keys, leaves, places, strict=True)
-    ]
-    return jax.tree.unflatten(tree, weights)
 
 
 def load_of(params: dict[str, Any], seed: int) -> Any:
@@ -232,8 +198,8 @@ def _started(
 
         model = models.quantize(model, params["weights"])
     slots = params.get("slots", max(2, 1 << (params.get("batch", 1) - 1).bit_length()))
-    sizes = {"jaxscale": slots, "concurrent": 2, "serial": 2}
-    slots = sizes.get(policy, slots)
+    sizes = {"concurrent": 2, "serial": 2}
+    slots = None if slots == "default" else sizes.get(policy, slots)
     step = "context" in params  # which needs few programs
     buckets = None if policy == "jaxscale" and not step else [slots]
     more: dict[str, Any] = {"program_cache": os.environ.get(_PROGRAMS)}
@@ -284,6 +250,13 @@ def _timed(
     # Without joining a load takes minutes, and all steps have one shape.
     run(load if policy == "jaxscale" else load.cut(_WARM))
     runs = [run(load) for _ in range(samples)]
+    if policy == "jaxscale" and _TRACES in os.environ:
+        with engines[0].recorded() as timeline:
+            run(load)
+        words = [policy, *(str(params[name]) for name in _TRACED if name in params)]
+        path = Path(os.environ[_TRACES], "_".join(words).replace("/", "_") + ".json")
+        write_events(timeline.events(), path)
+        print(f"{path}: {timeline.shares()}")
     if "context" in params:
         times = [token_seconds([o.events for o in run]) for run in runs]
         return {"seconds": times, "metrics": costs}
@@ -349,6 +322,48 @@ def _serve_torch(policy: str, params: dict[str, Any], seed: int, samples: int) -
 # --- The command ----------------------------------------------------------------------
 
 
+def _serve_vllm(params: Params, seed: int, samples: int) -> Measurement:
+    """Measure vLLM on the requests of the others."""
+    from benchmarks.rivals import vllm_serving
+    from benchmarks.workloads import serving_policies as policies
+    from jaxscale.models.families import config_to_hf
+
+    load = load_of(dict(params), seed)
+    config = config_to_hf(config_of(params))
+    # Tables of cosines as long as this; ours are computed as they are needed.
+    longest = max(load.longest, config["max_position_embeddings"])
+    settings: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": load.longest,
+        "tensor_parallel_size": params.get("tp", 1),
+        "seed": seed,
+    }
+    if params.get("slots", "default") != "default":
+        settings["max_num_seqs"] = params["slots"]
+    if "weights" in params:
+        settings["quantization"] = params["weights"]
+    with timing.turn():
+        found = vllm_serving.run(
+            config | {"max_position_embeddings": longest},
+            dataclasses.asdict(load),
+            samples,
+            settings,
+        )
+    costs = {"compile_seconds": found["seconds"], **found["settings"]}
+    if "context" in params:
+        times = [token_seconds(run) for run in found["runs"]]
+        result = {"seconds": times, "metrics": costs}
+    else:
+        runs = [policies.outcomes_of(load, run) for run in found["runs"]]
+        result = _summary(runs, None, costs)
+    return Measurement(
+        **result,
+        max_rel_error=None,
+        num_devices=params.get("tp", 1),
+        versions={"vllm": found["version"]},
+    )
+
+
 @functools.cache
 def _programs() -> str:
     """A folder for the programs of all children, which goes with this process."""
@@ -367,6 +382,10 @@ def _refused(params: Any, name: str) -> str | None:
         return "transformers runs on one GPU here"
     if "weights" in params and name in TORCH:
         return "weights of 8 bits are ours"
+    if params.get("weights") == "int8" and name == "vllm":
+        return "vLLM rounds no weights to int8 by itself"
+    if params.get("slots") == "default" and name not in ("jaxscale", "vllm"):
+        return "it has no number of slots of its own"
     if params.get("requests", 0) > _MANY and name in ("concurrent", "serial"):
         return f"it is run with at most {_MANY} requests"
     return None
@@ -380,6 +399,8 @@ def _in_child(name: str) -> Custom:
             raise NotImplementedError("torch with a GPU is not installed")
         if refused := _refused(params, name):
             raise NotImplementedError(refused)
+        if name == "vllm":
+            return _serve_vllm(params, seed, samples)
         job = json.dumps([name, dict(params), seed, samples])
         environment = {_PROGRAMS: _programs(), **os.environ}
         if name not in TORCH:
@@ -395,7 +416,9 @@ def _in_child(name: str) -> Custom:
         )
         if done.returncode:
             raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
-        result = json.loads(done.stdout.splitlines()[-1])
+        *said, last = done.stdout.splitlines()
+        print("\n".join(said), file=sys.stderr)
+        result = json.loads(last)
         return Measurement(
             result["seconds"],
             None,
@@ -439,7 +462,7 @@ BENCHMARK = Benchmark(
     ],
     kernels=("paged_attention", "varlen_attention"),
     inputs=lambda params, key: (),
-    implementations={name: _in_child(name) for name in (*OURS, *SUMS, *TORCH)},
+    implementations={name: _in_child(name) for name in (*OURS, *SUMS, *TORCH, "vllm")},
     metrics=metrics,
     time="wall",
     devices=lambda params: params.get("tp", 1),

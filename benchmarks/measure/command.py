@@ -148,7 +148,7 @@ def _row(
         "metrics": {key: _rounded(value) for key, value in metrics.items()},
         "max_rel_error": None if m.max_rel_error is None else _rounded(m.max_rel_error),
         "num_devices": m.num_devices,
-        "versions": benchmark.versions(name),
+        "versions": benchmark.versions(name) | m.versions,
     }
 
 

@@ -71,10 +71,11 @@ PACKAGES: Mapping[str, Sequence[str]] = {
     "tokamax": ("tokamax",),
     "flash_attn_4": ("flash-attn-4", "nvidia-cutlass-dsl", "torch"),
     "flash_deberta": ("flashdeberta", "triton", "torch"),
+    "vllm*": ("vllm",),
 }
 """What rivals are made of, by patterns of their names; the first that fits counts."""
 
-OPTIONAL = ("tokamax", "flash-attn-4", "flashdeberta")
+OPTIONAL = ("tokamax", "flash-attn-4", "flashdeberta", "vllm")
 """Packages whose rivals are measured only where they are installed."""
 
 
@@ -94,6 +95,8 @@ class Measurement:
     max_rel_error: float | None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     num_devices: int = 1
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Of packages that this environment does not have."""
 
     @property
     def median(self) -> float:

@@ -130,13 +130,19 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("attention", "paged_attention"),
     (
         "serving",
-        "serving --case token_* --impl jaxscale torch_static_graphs torch_continuous",
+        "serving --case token_* --impl jaxscale torch_static_graphs torch_continuous "
+        "vllm",
     ),
     ("serving", "serving --case token_*_tp2 --impl jaxscale low_latency xla_nccl"),
     (
         "serving",
         "serving --case constant_* poisson_* saturated --impl jaxscale "
         "concurrent static torch_static_graphs torch_continuous --samples 1",
+    ),
+    (
+        "serving",
+        "serving --case poisson_20ms saturated* half_load all_at_once_* --impl "
+        "jaxscale vllm",
     ),
     (
         "attention",

@@ -1,4 +1,7 @@
-"""What continuous batching must gain: throughput and latency on a small model."""
+"""What continuous batching must gain, on a model that a CPU serves.
+
+``python -m benchmarks.serving bars`` runs it.
+"""
 
 import dataclasses
 import statistics

@@ -100,7 +100,7 @@ def moments(count: int, gap_ms: float, how: str, seed: int) -> list[float]:
 def engine_for(
     model: Decoder,
     load: Load,
-    slots: int,
+    slots: int | None,
     buckets: Sequence[int] | None = None,
     **sizes: Any,
 ) -> Engine:

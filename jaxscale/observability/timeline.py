@@ -5,7 +5,6 @@ opens: a process per rank with a thread for its host and one for its devices, an
 them the pipeline schedule, aligned with the last step.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from jaxscale.observability.layout import MeshLayout
 from jaxscale.observability.run import Rank, Run, Steps
+from jaxscale.observability.trace_events import process, span, write_events
 from jaxscale.supervision import phases
 
 
@@ -54,31 +54,22 @@ def chrome_trace(run: Run, layout: MeshLayout, path: str | Path) -> tuple[int, i
         The first complete step, and the number of events written.
     """
     steps = max(_MOST_EVENTS // (3 * len(run.ranks)), 1)
-    count, first = 0, 0
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        for event in _trace(run, layout, steps):
-            file.write((",\n" if count else "") + json.dumps(event))
-            count += 1
-        kept = [rank.steps.step[-steps:] for rank in run.ranks]
-        first = max((int(k[0]) for k in kept if len(k)), default=0)
-        file.write("\n]}\n")
-    return first, count
+    kept = [rank.steps.step[-steps:] for rank in run.ranks]
+    first = max((int(k[0]) for k in kept if len(k)), default=0)
+    return first, write_events(_trace(run, layout, steps), path)
 
 
 def _trace(run: Run, layout: MeshLayout, steps: int) -> Iterator[dict[str, Any]]:
     start = run.begin
     driver = max(rank.number for rank in run.ranks) + 1
     for rank in run.ranks:
-        yield from _names(rank.number, layout.name(rank.number), "host", "device")
+        yield from process(rank.number, layout.name(rank.number), "host", "device")
         yield from _rank_trace(rank, start, steps)
     if run.driver:
-        yield from _names(driver, "supervisor", "faults")
+        yield from process(driver, "supervisor", "faults")
     for event in run.driver:
         about = {"cycle": event.cycle, "step": event.step, **event.args}
-        yield _slice(driver, 0, event.name, event.t0 - start, event.t1 - start, about)
+        yield span(driver, 0, event.name, event.t0 - start, event.t1 - start, about)
     if layout.stages > 1:
         yield from _schedule_trace(run, layout, driver + 1, start)
 
@@ -92,15 +83,15 @@ def _rank_trace(rank: Rank, start: float, steps: int) -> Iterator[dict[str, Any]
         for step, cycle, t0, t1 in known:
             if t0 <= t1:  # neither is NaN
                 about = {"step": step, "cycle": cycle}
-                yield _slice(rank.number, int(thread == "device"), name, t0, t1, about)
+                yield span(rank.number, int(thread == "device"), name, t0, t1, about)
     for event in rank.events:
         about = {"step": event.step, "cycle": event.cycle, **event.args}
         t0, t1 = event.t0 - start, event.t1 - start
         if event.name in SPANS or (event.t0 < event.t1 and event.kind != "device"):
             name = SPANS.get(event.name, event.name)
-            yield _slice(rank.number, 0, name, t0, t1, about)
+            yield span(rank.number, 0, name, t0, t1, about)
         elif event.name in _INSTANT or event.kind == "fault":
-            found = _slice(rank.number, 0, event.name, t1, t1, about)
+            found = span(rank.number, 0, event.name, t1, t1, about)
             del found["dur"]
             yield found | {"ph": "i", "s": "p"}
 
@@ -122,7 +113,7 @@ def _schedule_trace(
     if not begin < end:
         return
     title = f"schedule of step {grid.step[column]}, as planned"
-    yield from _names(pid, title, *(f"stage {s}" for s in range(layout.stages)))
+    yield from process(pid, title, *(f"stage {s}" for s in range(layout.stages)))
     now, boxes = 0, list[tuple[int, str, int, int]]()
     for tick in range(schedule.num_ticks):
         for kind, long in (("b", _BACKWARD), ("f", 1)):
@@ -137,7 +128,7 @@ def _schedule_trace(
     scale = (end - begin) / max(now, 1)
     for stage, name, at, long in boxes:
         t0 = begin + at * scale
-        yield _slice(pid, stage, name, t0, t0 + long * scale, {})
+        yield span(pid, stage, name, t0, t0 + long * scale, {})
 
 
 def schedule_drawing(layout: MeshLayout) -> str:
@@ -160,23 +151,6 @@ def _schedule(layout: MeshLayout) -> Any:
         return pipeline_schedule(layout.stages, layout.microbatches, layout.chunks)
     except ValueError:  # of no run that could have been
         return None
-
-
-def _names(pid: int, name: str, *threads: str) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
-    order = {"sort_index": pid}
-    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": order}
-    for tid, thread in enumerate(threads):
-        about = {"name": thread}
-        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": about}
-
-
-def _slice(
-    pid: int, tid: int, name: str, t0: float, t1: float, about: dict[str, Any]
-) -> dict[str, Any]:
-    """A slice of time, in seconds from the start of the run."""
-    span = {"ts": round(t0 * 1e6, 1), "dur": round((t1 - t0) * 1e6, 1)}
-    return {"ph": "X", "pid": pid, "tid": tid, "name": name, **span, "args": about}
 
 
 _MOST_ROWS = 24
