@@ -102,7 +102,9 @@ class Job:
 
     @property
     def said(self):
-        return (self.out / "driver.txt").read_text().strip().splitlines()
+        """What the driver printed, without its first line, that it is loading."""
+        lines = (self.out / "driver.txt").read_text().strip().splitlines()
+        return [line for line in lines if not line.startswith("jaxscale: ")]
 
     @property
     def losses(self):
