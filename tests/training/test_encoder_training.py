@@ -248,7 +248,8 @@ def test_labels_are_learned(kind, tmp_path):
 def test_sharded_training_equals_training_on_one_device(tmp_path):
     texts, labels = labeled()
     data = LabeledBatches(texts, labels, seq_len=32, batch_size=4, max_sequences=4)
-    config = dataclasses.replace(CONFIG, steps=4)
+    model = dataclasses.replace(MODEL, num_layers=1)
+    config = dataclasses.replace(CONFIG, steps=3, model=model)
     split = dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
     losses = {}
     for name, one, count in (("one", config, 1), ("split", split, 8)):
