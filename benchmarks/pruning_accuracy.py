@@ -14,7 +14,7 @@ made anew in each, so seeds may run side by side on one GPU, with an ``--out`` e
 ``XLA_PYTHON_CLIENT_PREALLOCATE=false``. Training is short, a thousand steps and some
 twenty-five times a hundred of tuning: enough to tell the patterns apart, not to say
 what a model that was trained to the end would lose. ``--case bytes_200k`` is for a CPU:
-about ten minutes a seed on one core.
+about five minutes a seed on one core.
 
 What the corpus is and does not show: `benchmarks.workloads.byte_text`. Differences
 between patterns are what it is for.
@@ -99,8 +99,8 @@ SETUPS = {
     ),
     "bytes_200k": Setup(
         model=byte_text.decoder(64, 3, 16, 64),
-        steps=600,
-        tune_steps=60,
+        steps=400,
+        tune_steps=40,
         rows=16,
         score_batches=16,
         tile=8,

@@ -324,10 +324,16 @@ def _pruned(figure: Any, record: records.Record) -> None:
     _legend(figure)
 
 
+OTHER_SCORES = ("_magnitude", "_wanda", "_sparsegpt", "_distilled")
+"""Ends of the names that stand in tables alone, for patterns that are drawn already."""
+
+
 def _accuracy(figure: Any, record: records.Record) -> None:
     """Held-out bits per byte against sparsity by pattern: mean and range of seeds."""
     found: dict[str, dict[float, list[float]]] = {}
     for row in record["rows"]:
+        if row["implementation"].endswith(OTHER_SCORES):
+            continue
         by_sparsity = found.setdefault(row["implementation"], {})
         values = by_sparsity.setdefault(100 * row["params"]["sparsity"], [])
         values.append(row["metrics"]["bits_per_byte"])

@@ -75,9 +75,14 @@ def update_weights(
         products: H of each layer, as `input_products` gives it for the dense model.
 
     Raises:
-        ValueError: as `apply_masks`.
+        ValueError: as `apply_masks`, or `products` lacks a layer.
     """
     check_masks(model, masks)
+    if missing := [name for name in masks if name not in products]:
+        raise ValueError(
+            f"products lack the layer {missing[0]}; make them from this model, by "
+            "input_products"
+        )
 
     def change(name: str, layer: Linear) -> Linear:
         old = kernels(model, [name])[name]

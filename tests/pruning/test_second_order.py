@@ -96,3 +96,10 @@ def test_the_score_is_the_least_error_without_a_weight(model):
         lost = x[:, k] * weight[k, n]
         left = lost - x[:, others] @ np.linalg.lstsq(x[:, others], lost, rcond=None)[0]
         np.testing.assert_allclose(scores[name][1, k, n], np.square(left).sum(), 1e-3)
+
+
+def test_every_layer_needs_its_products(model):
+    config = PruneConfig(sparsity=0.5, tile=8)
+    masks = make_model_masks(model, magnitude_scores(model), config)
+    with pytest.raises(ValueError, match=r"products lack the layer blocks\.attention"):
+        update_weights(model, masks, {})

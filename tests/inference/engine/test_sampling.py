@@ -83,6 +83,18 @@ def test_equally_likely_tokens_are_in_or_out_together():
         assert left.sum(-1).tolist() == [7] * ROWS
 
 
+def test_the_last_bit_of_a_logit_decides():
+    """Neighbors of every parity are told apart."""
+    logits = np.full((ROWS, VOCAB), -9, np.float32)
+    logits[:, 0] = 0
+    logit = np.float32(-1)
+    for row in logits:
+        row[5] = logit = np.nextafter(logit, np.float32(-2))
+        row[6] = np.nextafter(logit, np.float32(-2))
+    left = np.isfinite(filtered(logits, rows(TOP_K=2)))
+    assert left[:, [0, 5]].all() and left.sum(-1).tolist() == [2] * ROWS
+
+
 def test_extremes():
     """One token is always left, whatever the settings and the logits."""
     steep = LOGITS.copy()
@@ -167,7 +179,7 @@ def test_penalties_biases_and_bars():
     presence = np.array([0, 0.5, 0, -1, 0, 2], np.float32)
     frequency = np.array([0, 0.25, 0, 0, -0.5, 1], np.float32)
     settings = rows(REPETITION=repetition, PRESENCE=presence, FREQUENCY=frequency)
-    settings[5, Column.STOPS : Column.STOPS + 2] = 11, 12
+    settings[5, Column.STOPS : Column.STOPS + 3] = 11, 12, 0
     settings[5, Column.LENGTH], settings[5, Column.MIN_LENGTH] = 7, 9
     expected = LOGITS.astype(np.float64)
     for i in range(ROWS):
@@ -179,14 +191,21 @@ def test_penalties_biases_and_bars():
     expected[2, 9] -= 7.5
     expected[2, 3] += 4.0
     expected[4, 32:64] = np.where(np.arange(32, 64) == 37, expected[4, 32:64], -np.inf)
-    expected[5, 11:13] = -np.inf
+    expected[5, [11, 12, 0]] = -np.inf
     found = adjusted(LOGITS, settings, counts, mask, bias)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     settings[5, Column.LENGTH] = 8  # nine tokens with the newest: enough
     found = adjusted(LOGITS, settings, counts, mask, bias)
-    assert np.isfinite(found[5, 11:13]).all()
+    assert np.isfinite(found[5, [11, 12, 0]]).all()
     neutral = adjusted(LOGITS, rows(), counts, ALL, NO_BIAS)
     np.testing.assert_array_equal(neutral, LOGITS)
+
+
+def test_penalties_leave_large_logits_finite():
+    logits, counts = LOGITS.copy(), NO_COUNTS.copy()
+    logits[:, 3], counts[:, 3] = 3e38, 1
+    found = adjusted(logits, rows(REPETITION=0.5), counts, ALL, NO_BIAS)
+    np.testing.assert_array_equal(found[:, 3], np.float32(sampling.LARGEST))
 
 
 def test_log_probabilities():

@@ -66,6 +66,9 @@ class Server:
         plan = self.scheduler.schedule(now=self.time)
         if plan is not None:
             self.flying.append((plan, *self.device.dispatch(plan)))
+        if plan is not None and plan.decode is not None:  # as programs are compiled
+            most = self.scheduler.config.drafts_of(plan.decode.bucket)
+            assert plan.decode.drafts == most or plan.decode.steps == 1
         self.check_pages()
         while self.flying and (plan is None or len(self.flying) > self.lag):
             self._read()
@@ -491,6 +494,17 @@ def test_several_steps_where_nothing_waits():
     joins = server.tick()
     assert joins.prefill and joins.decode.steps == 1 and len(joins.placed) == 1
     server.run()
+
+
+def test_one_step_where_pages_for_several_are_missing():
+    """Before anyone is preempted for steps that nobody asked for."""
+    server = Server(config(num_pages=3, max_len=12, watermark=0.0), lag=0)
+    server.add(*requests(2, length=2, most=8))
+    plans = [server.tick() for _ in range(2)]
+    assert plans[0].decode.steps == 1 and not plans[1].prefill
+    assert plans[1].decode.steps == 1 and server.scheduler.counts.preempted == 0
+    server.run()
+    server.check_solo()
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
