@@ -4,11 +4,17 @@ Legend: B bucket, V vocabulary, E biases of a row.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxscale.inference.engine.batch_rows import NUM_STOPS
+from jaxscale.inference.engine.output_processor import OutputProcessor
+from jaxscale.inference.engine.sequence import Sequence as Continuation
+from jaxscale.inference.grammar import fill_masks
 from jaxscale.inference.request import MAX_BIASES
+from jaxscale.inference.token_rules import token_mask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,3 +64,42 @@ def neutral_arrays(bucket: int, vocab: int) -> tuple[np.ndarray, np.ndarray]:
     """Mask and bias that change nothing, [B, V / 32] and [B, E, 2]."""
     mask = np.full((bucket, -(-vocab // 32)), 2**32 - 1, np.uint32)
     return mask, np.full((bucket, MAX_BIASES, 2), vocab, np.int32)
+
+
+def token_masks(
+    live: Sequence[tuple[int, Continuation, OutputProcessor]], num_rows: int, vocab: int
+) -> np.ndarray | None:
+    """The token masks of rows, [B, V / 32]; None if the device needs none.
+
+    A sequence whose mask allows no token is noted as stuck.
+
+    Args:
+        live: The live rows: number, sequence and client.
+        num_rows: B.
+        vocab: V.
+    """
+    matchers = [(client.matchers[c.index], i) for i, c, client in live]
+    guided = [(matcher, i) for matcher, i in matchers if matcher is not None]
+    ruled = [(i, c, client) for i, c, client in live if client.rules]
+    if not guided and not ruled and not any(stops_late(c) for _, c, _ in live):
+        return None
+    masks = np.tile(_all_tokens(vocab), (num_rows, 1))
+    fill_masks(guided, masks)
+    for i, c, client in ruled:
+        client.rules[c.index].narrow(masks[i])
+    for i, c, client in live:
+        if c.num_drawn < c.request.params.min_tokens:
+            masks[i] &= ~token_mask(c.stops, vocab)
+        if not masks[i].any():
+            client.stuck.add(c.index)
+    return masks
+
+
+def stops_late(c: Continuation) -> bool:
+    """Whether the host masks stop tokens of a row; the device knows `NUM_STOPS`."""
+    return len(c.stops) > NUM_STOPS and c.num_drawn < c.request.params.min_tokens
+
+
+@functools.cache
+def _all_tokens(vocab_size: int) -> np.ndarray:
+    return token_mask(range(vocab_size), vocab_size)
