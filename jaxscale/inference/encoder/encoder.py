@@ -435,7 +435,7 @@ class Encoder:
                 place = end
 
     @property
-    def device(self) -> jax.Device:
+    def device(self) -> Any:
         """The first device that computes."""
         return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
 

@@ -126,8 +126,8 @@ class ServedEncoder:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._turns = _Turns()
         self._thread = threading.Thread(target=self._run, name="encoder", daemon=True)
-        methods: list[Method] = ["encode"]
-        methods += ["predict"] if self.scores_pairs else []
+        methods: tuple[Method, ...] = ("encode", "predict")
+        methods = methods[: 1 + self.scores_pairs]
         for method in methods:
             encoder.compile(method, token_budget=self._budget, sizes="largest")
         for method in methods if encoder.device.platform != "cpu" else ():
