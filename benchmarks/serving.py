@@ -197,7 +197,8 @@ def _started(
         from jaxscale import models
 
         model = models.quantize(model, params["weights"])
-    slots = params.get("slots", max(2, 1 << (params.get("batch", 1) - 1).bit_length()))
+    slots: Any = max(2, 1 << (params.get("batch", 1) - 1).bit_length())
+    slots = params.get("slots", slots)
     sizes = {"concurrent": 2, "serial": 2}
     slots = None if slots == "default" else sizes.get(policy, slots)
     step = "context" in params  # which needs few programs

@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxscale.inference import Engine, Request, SamplingParams
 from jaxscale.inference.engine.batch_rows import Column, OutFlag, RowFlag
+from jaxscale.inference.engine.program_table import ProgramTable
 from jaxscale.inference.engine.runner import Runner
 from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
@@ -38,7 +39,8 @@ class IdleDevice(Runner):
         Args:
             config: The sizes.
         """
-        self.config, self.seconds = config, 0.0
+        self.config, self.seconds, self.timeline = config, 0.0, None
+        self.table = ProgramTable([config.num_slots], [(1, 1)], adapted=False)
         self.rows = np.zeros((config.num_slots, Column.TABLE), np.int32)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:

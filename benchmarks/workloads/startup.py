@@ -92,7 +92,7 @@ def start(runner: Any, folder: str, workers: int, loadable: bool) -> None:
         with on:
             traced = fn.trace(*shapes)
             if warm and not loadable:
-                (Path(folder) / cache._name(traced, "")).read_bytes()
+                (Path(folder) / cache.name(traced)).read_bytes()
             else:
                 cache.compile(traced)
         local.spent["cpu"] = time.process_time() - cpu

@@ -1,5 +1,6 @@
 """``jaxscale bench-serve --url URL``: benchmark a server under load."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -10,6 +11,7 @@ from pathlib import Path
 from jaxscale.cli.errors import UsageError, usage_errors
 from jaxscale.cli.options import parse
 from jaxscale.inference.load.loadgen import LoadConfig, Outcome, run, summarize
+from jaxscale.inference.load.server_trace import server_trace
 
 
 _KEY = "OPENAI_API_KEY"
@@ -23,6 +25,9 @@ class BenchServeConfig(LoadConfig):
     """JSON file for the summary metrics and the record of each request."""
     report: str | None = None
     """HTML file with the metrics and plots."""
+    trace: str | None = None
+    """JSON file for a timeline of the engine under this load, for
+    https://ui.perfetto.dev; the server must be ours, started with --allow-trace."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,9 +46,13 @@ def main(arguments: Sequence[str]) -> int:
         description="Benchmark any OpenAI-compatible server under load. The API "
         f"key is read from the environment variable {_KEY}.",
     )
+    key = os.environ.get(_KEY)
+    recorded = contextlib.nullcontext()
+    if config.trace is not None:
+        recorded = server_trace(config.url, config.trace, key)
     try:
-        with usage_errors():
-            outcomes = run(config, api_key=os.environ.get(_KEY))
+        with usage_errors(), recorded:
+            outcomes = run(config, api_key=key)
     except ConnectionError as error:
         raise UsageError(str(error)) from error
     figures = summarize(outcomes, config)

@@ -62,6 +62,9 @@ class ServeConfig:
     """Share the prefix cache only among requests with the same API key."""
     allow_priority: bool = False
     """Let requests choose their priority."""
+    allow_trace: bool = False
+    """Let clients record what the engine does in each step, as `jaxscale bench-serve
+    --trace` does."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the model's."""
     tool_format: Literal["auto", "hermes", "llama", "mistral", "qwen3_coder"] = "auto"
@@ -148,6 +151,7 @@ def run(config: ServeConfig) -> None:
             allowed_origins=config.allowed_origins,
             isolate_clients=config.isolate_clients,
             allow_priority=config.allow_priority,
+            allow_trace=config.allow_trace,
             drain_seconds=config.drain_seconds,
             max_body_bytes=config.max_body_mib * 2**20,
             strict_schemas=config.strict_schemas,

@@ -63,6 +63,9 @@ class Detokenizer:
         """
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        # Where the text of tokens is that of each, a known one need not be decoded.
+        joins = getattr(tokenizer, "joins_bytes", False)
+        self._pieces = _pieces(tokenizer, skip_special_tokens) if joins else None
         # Tokens whose text so far is `_sent`; then the pending ones.
         self._window = self._context(prompt)
         self._sent = self._text(self._window)
@@ -76,6 +79,14 @@ class Detokenizer:
         """
         if token >= self._tokenizer.vocab_size:
             return ""
+        if self._pieces is not None and self._num_sent == len(self._window):
+            piece = self._pieces.get(token)
+            if piece is None:
+                piece = self._pieces[token] = self._text([token])
+            if _LOST not in piece:  # nor is it a part of a character
+                if piece:
+                    self._window, self._num_sent, self._sent = [token], 1, piece
+                return piece
         self._window.append(token)
         text = self._text(self._window)
         if not text.endswith(_LOST):
@@ -130,6 +141,13 @@ class Detokenizer:
 
     def _text(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+
+@functools.lru_cache(maxsize=16)
+def _pieces(tokenizer: TextDecoder, skip_special_tokens: bool) -> dict[int, str]:
+    """The texts of single tokens, as far as they were needed."""
+    del tokenizer, skip_special_tokens  # the key
+    return {}
 
 
 class StopStrings:

@@ -388,6 +388,13 @@ class Tokenizer:
         known = [i for i in ids if i < self._vocab_size]
         return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
 
+    @functools.cached_property
+    def joins_bytes(self) -> bool:
+        """True if the bytes of tokens are those of each, joined: byte-level BPE."""
+        from tokenizers.decoders import ByteLevel
+
+        return isinstance(self._backend.decoder, ByteLevel)
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token, which may be part of a character.
 

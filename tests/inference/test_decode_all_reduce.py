@@ -46,7 +46,7 @@ def on_devices(count, name):
                 on_cpu = jax.default_backend() == "cpu"
                 options = {"xla_disable_hlo_passes": "cse"} if on_cpu else None
                 lowered = fn.trace(*shapes).lower()
-                runner._compiled[key] = lowered.compile(compiler_options=options)
+                runner.table[key] = lowered.compile(compiler_options=options)
     return runner
 
 

@@ -40,6 +40,25 @@ def splits(data):
         yield pieces
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    ids=st.lists(st.integers(0, 271), max_size=30),
+    prompt=st.lists(st.integers(0, 271), max_size=5),
+    skip=st.booleans(),
+)
+def test_known_tokens_have_the_texts_that_decoding_gives(ids, prompt, skip):
+    """Bytes that are no characters, tokens of several bytes, control tokens."""
+    text = ["to be or not to be, 不 é 😀"] * 3
+    tokenizer = Tokenizer.train(text, 272, special_tokens=["<|end|>"])
+    assert tokenizer.joins_bytes
+    deltas = []
+    for joins in (False, True):
+        tokenizer.joins_bytes = joins
+        stream = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+        deltas.append([*map(stream.add, ids), stream.flush()])
+    assert deltas[0] == deltas[1]
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -143,3 +143,13 @@ def capacities(size: int) -> tuple[int, ...]:
     # Tensor cores take multiples of 8.
     rooms = [-(-size // (8 * tokens)) * 8 for tokens in _TOKENS_A_TEXT]
     return tuple(sorted({min(size, max(_FEWEST_TEXTS, room)) for room in rooms}))
+
+
+def usual_capacities(size: int) -> tuple[int, ...]:
+    """Those of texts of at least 8 tokens on average.
+
+    Example:
+        >>> usual_capacities(4096)
+        (32, 128, 512)
+    """
+    return capacities(size)[:-1] or (size,)

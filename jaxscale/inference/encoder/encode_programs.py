@@ -1,4 +1,7 @@
-"""The compiled programs of an encoder."""
+"""The compiled programs of an encoder.
+
+Legend: B packed rows, T tokens per row, S sequences per row, D model, C labels.
+"""
 
 import array
 import concurrent.futures
@@ -13,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
+from jaxscale.models.encoder import EncoderModel
+from jaxscale.models.heads import Pooling, pool
 from jaxscale.models.tokenizer import EncodedText
 from jaxscale.nn.packing import cu_seqlens_of_lengths
 
@@ -143,9 +148,33 @@ class EncodePrograms:
                 pool.shutdown(wait=False)
             return [self._begun[shape] for shape in shapes]
 
+    def stand_in(self, shape: ProgramShape) -> ProgramShape:
+        """The smallest compiled program that does what one of `shape` would do.
+
+        That of `shape` itself, which is waited for, if none is compiled.
+        """
+        fit = [
+            other
+            for other in self._compiled()
+            if other.method == shape.method
+            and other.size >= shape.size
+            and other.room >= shape.room
+        ]
+        return min(fit, default=shape)
+
+    @property
+    def num_compiled(self) -> int:
+        """Number of programs that are ready."""
+        return len(self._compiled())
+
     def __len__(self) -> int:
         """Number of started compilations."""
         return len(self._begun)
+
+    def _compiled(self) -> list[ProgramShape]:
+        with self._lock:
+            begun = list(self._begun.items())
+        return [shape for shape, future in begun if future.done()]
 
     def _compile(self, shape: ProgramShape) -> None:
         """Leave a program in the cache of its jitted function."""
@@ -181,6 +210,38 @@ def _pinned(leaves: Iterable[Any]) -> SingleDeviceSharding | None:
     if len(devices) != 1:
         return None
     return SingleDeviceSharding(devices.pop(), memory_kind="pinned_host")
+
+
+def _hidden(model: EncoderModel, tokens: Array, types: Any, bounds: Array) -> Array:
+    return model.hidden(tokens, cu_seqlens=bounds, token_types=types)
+
+
+def embed(
+    model: EncoderModel,
+    tokens: Int[Array, "B T"],
+    types: Int[Array, "B T"] | None,
+    bounds: Int[Array, "B seqs_plus_1"],
+    *,
+    pooling: Pooling,
+    normalize: bool,
+) -> Float[Array, "B S D"]:
+    """A vector of each text, fp32."""
+    hidden = _hidden(model, tokens, types, bounds)
+    vectors = pool(hidden, bounds, pooling, model.rules).astype(jnp.float32)
+    if not normalize:
+        return vectors
+    norms = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / jnp.maximum(norms, 1e-12)
+
+
+def answer(
+    model: EncoderModel,
+    tokens: Int[Array, "B T"],
+    types: Int[Array, "B T"] | None,
+    bounds: Int[Array, "B seqs_plus_1"],
+) -> Float[Array, "B _ C"]:
+    """What the head says of each text, or of each token."""
+    return model.answer(_hidden(model, tokens, types, bounds), bounds)
 
 
 def _on_leaves(

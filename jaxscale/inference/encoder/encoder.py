@@ -8,28 +8,33 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxscale.checks import check_choice
 from jaxscale.inference.encoder.encode_plan import (
     EncodePlan,
     budgets,
-    capacities,
     plan_rows,
+    usual_capacities,
 )
-from jaxscale.inference.encoder.encode_programs import EncodePrograms, ProgramShape
+from jaxscale.inference.encoder.encode_programs import (
+    EncodePrograms,
+    ProgramShape,
+    answer,
+    embed,
+)
+from jaxscale.inference.encoder.texts import Text, as_encoded, check_texts
 from jaxscale.inference.run_directory import is_run, load_run
 from jaxscale.models.encoder import EncoderModel
-from jaxscale.models.heads import Pooling, pool
+from jaxscale.models.heads import Pooling
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.hf.load import load
 from jaxscale.models.hf.sentence_transformers import sentence_settings
@@ -43,9 +48,18 @@ logger = logging.getLogger("jaxscale.inference")
 _GPU_BUDGET = 16384
 _CPU_BUDGET = 512
 
-type Text = str | tuple[str, str] | list[int]
-"""A text, a pair of texts, or the token ids of a text, control tokens included."""
 type Method = Literal["encode", "predict"]
+
+
+class Launched(NamedTuple):
+    """Rows that the device computes, for `Encoder.read`."""
+
+    pooled: bool
+    """Whether a text has one vector, or one for each token."""
+    rows: list[list[tuple[int, int]]]
+    """Index and length of each text of each row."""
+    result: Array
+    """[B, S, D] or [B, T, C]."""
 
 
 class Encoder:
@@ -121,12 +135,12 @@ class Encoder:
         self.cuts = noted is not None
         """Whether `predict` truncates texts to `max_length` by default."""
         self.mesh = mesh
-        embed = functools.partial(_embed, pooling=pooling, normalize=normalize)
+        encode = functools.partial(embed, pooling=pooling, normalize=normalize)
         answers = model.head is not None and model.head.config.pools
         self._vectors = {"encode", "predict"} if answers else {"encode"}
         self._programs = EncodePrograms(
             self.model,
-            {"encode": embed, "predict": _answer},
+            {"encode": encode, "predict": answer},
             vectors=self._vectors,
             rows=self._num_rows,
             types=config.token_types > 1,
@@ -305,7 +319,7 @@ class Encoder:
         Raises:
             ValueError: as `encode`.
         """
-        return self._plan(self._tokenize(texts, truncate), token_budget)
+        return self._plan(self.tokenize(texts, truncate=truncate), token_budget)
 
     def compile(
         self,
@@ -313,8 +327,9 @@ class Encoder:
         *,
         token_budget: int | None = None,
         wait: bool = True,
+        sizes: Literal["all", "largest"] = "all",
     ) -> None:
-        """Compile the programs of `encode` or `predict` in advance.
+        """Compile the programs of `encode` or `predict` in advance, the largest first.
 
         There are one to three programs per row size, enough for texts of at least 8
         tokens on average. Without this, or while it runs in the background, a call
@@ -325,26 +340,39 @@ class Encoder:
             token_budget: The token budget of later calls, on which the sizes depend.
                 None is their default, on a CPU for texts of at most 512 tokens.
             wait: False: return at once, and compile in the background.
+            sizes: ``"largest"`` is the one program that can stand in for all others.
 
         Raises:
             ValueError: `method` is neither, or the budget is not a positive integer.
         """
         check_choice("method", method, Method)
+        check_choice("sizes", sizes, ("all", "largest"))
         if token_budget is None:
             token_budget = self._budget([])
         plan_rows([], token_budget)  # raises for an invalid budget
-        futures = self._programs.begin(
+        shapes = [
             ProgramShape(method, size, room)
             for size in reversed(budgets(token_budget))
-            for room in capacities(size)[:-1] or (size,)
-        )
+            for room in reversed(usual_capacities(size))
+        ]
+        futures = self._programs.begin(shapes if sizes == "all" else shapes[:1])
         for future in futures if wait else ():
             future.result()
 
-    # --------------------------------------------------------------------------------
+    def tokenize(
+        self, texts: Sequence[Text], *, truncate: bool = False
+    ) -> list[EncodedText]:
+        """The tokens of texts, which other methods take in their place.
 
-    def _tokenize(self, texts: Sequence[Text], truncate: bool) -> list[EncodedText]:
-        _check_texts(texts)
+        Args:
+            texts: Texts, pairs of texts, or token ids of texts, in any mixture.
+            truncate: Truncate texts of more than `max_length` tokens; otherwise they
+                are an error.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        check_texts(texts)
         limit = self.max_length
         encoded = self._encoded(texts)
         long = [i for i, text in enumerate(encoded) if len(text.ids) > limit]
@@ -368,15 +396,68 @@ class Encoder:
                 raise ValueError(f"texts[{i}] {texts[i]!r} has no tokens; leave it out")
         return encoded
 
+    def launch(
+        self,
+        method: Method,
+        texts: Sequence[EncodedText],
+        token_budget: int,
+        *,
+        stand_in: bool = False,
+    ) -> list[Launched]:
+        """Have the device compute texts, and return at once, for `read`.
+
+        Args:
+            method: ``"encode"`` or ``"predict"``.
+            texts: Results of `tokenize`.
+            token_budget: Maximum tokens per row on each device.
+            stand_in: A program of a larger size stands in for one that is not compiled
+                yet, if there is any; otherwise it is waited for.
+        """
+        plan = self._plan(texts, token_budget)
+        shapes = [ProgramShape(method, *shape) for _, *shape in self._steps(plan)]
+        self._programs.begin(shapes)
+        if stand_in:
+            shapes = map(self._programs.stand_in, shapes)
+        with self._on_mesh():
+            return [
+                self._launch(texts, rows, shape)
+                for (rows, *_), shape in zip(self._steps(plan), shapes, strict=True)
+            ]
+
+    def read(self, launched: Launched) -> Iterator[tuple[int, np.ndarray]]:
+        """Index and result of each text, fp32, once they are there."""
+        values = np.asarray(launched.result, np.float32)
+        for row, value in zip(launched.rows, values, strict=False):
+            place = 0
+            for slot, (index, length) in enumerate(row):
+                end = place + length
+                yield index, value[slot] if launched.pooled else value[place:end]
+                place = end
+
+    @property
+    def device(self) -> Any:
+        """The first device that computes."""
+        return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+
+    @property
+    def num_compiled(self) -> tuple[int, int]:
+        """Programs that are compiled, and those that are or will be."""
+        return self._programs.num_compiled, len(self._programs)
+
+    # --------------------------------------------------------------------------------
+
     def _encoded(
         self, texts: Sequence[Text], max_length: int | None = None
     ) -> list[EncodedText]:
         """Texts in tokens; token ids as they are."""
-        words = [text for text in texts if not isinstance(text, list)]
+        words = [text for text in texts if isinstance(text, str | tuple)]
         made = iter(self.tokenizer.encode_inputs(words, max_length=max_length))
         vocab = self.model.config.vocab_size
         encoded = []
         for i, text in enumerate(texts):
+            if isinstance(text, EncodedText):
+                encoded.append(text)
+                continue
             if not isinstance(text, list):
                 encoded.append(next(made))
                 continue
@@ -387,7 +468,7 @@ class Encoder:
                     f"{vocab}; token ids are those of the model's own tokenizer: send "
                     "texts instead"
                 )
-            encoded.append(_as_encoded(text[:max_length]))
+            encoded.append(as_encoded(text[:max_length]))
         return encoded
 
     def _plan(
@@ -400,8 +481,7 @@ class Encoder:
 
     def _budget(self, lengths: Sequence[int]) -> int:
         """The default budget for the device and the longest text."""
-        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
-        if device.platform != "cpu":
+        if self.device.platform != "cpu":
             return _GPU_BUDGET
         # Attention on a CPU scores all pairs of a row, also across texts.
         budget = _CPU_BUDGET
@@ -418,7 +498,7 @@ class Encoder:
         progress: bool | None,
     ) -> Iterator[tuple[int, np.ndarray]]:
         """Index and result of each text, row by row; errors are raised at once."""
-        encoded = self._tokenize(texts, truncate)
+        encoded = self.tokenize(texts, truncate=truncate)
         plan = self._plan(encoded, token_budget)
         return self._results(method, encoded, plan, progress)
 
@@ -429,33 +509,32 @@ class Encoder:
         plan: EncodePlan,
         progress: bool | None,
     ) -> Iterator[tuple[int, np.ndarray]]:
-        pooled = method in self._vectors
-        waiting: collections.deque[tuple[list[tuple[int, ...]], Array]]
-        waiting = collections.deque()
-
-        def finish() -> Iterator[tuple[int, np.ndarray]]:
-            rows, result = waiting.popleft()
-            values = np.asarray(result, np.float32)
-            for row, value in zip(rows, values, strict=False):
-                place = 0
-                for slot, index in enumerate(row):
-                    end = place + plan.lengths[index]
-                    yield index, value[slot] if pooled else value[place:end]
-                    place = end
-
+        waiting = collections.deque[Launched]()
         steps = list(self._steps(plan))
         self._programs.begin(ProgramShape(method, *shape) for _, *shape in steps)
         with progress_bar("encode", progress, len(encoded)) as advance, self._on_mesh():
             for rows, *shape in steps:
-                batch = self._batch([[encoded[i] for i in row] for row in rows], *shape)
-                waiting.append(
-                    (rows, self._programs(ProgramShape(method, *shape), batch))
-                )
+                found = self._launch(encoded, rows, ProgramShape(method, *shape))
+                waiting.append(found)
                 if len(waiting) > 1:
-                    yield from finish()
+                    yield from self.read(waiting.popleft())
                 advance(sum(map(len, rows)))
             while waiting:
-                yield from finish()
+                yield from self.read(waiting.popleft())
+
+    def _launch(
+        self,
+        encoded: Sequence[EncodedText],
+        rows: list[tuple[int, ...]],
+        shape: ProgramShape,
+    ) -> Launched:
+        """Have the device compute rows of texts."""
+        batch = self._batch(
+            [[encoded[i] for i in row] for row in rows], shape.size, shape.room
+        )
+        lengths = [[(i, len(encoded[i].ids)) for i in row] for row in rows]
+        pooled = shape.method in self._vectors
+        return Launched(pooled, lengths, self._programs(shape, batch))
 
     def _steps(
         self, plan: EncodePlan
@@ -495,70 +574,3 @@ class Encoder:
         if self.mesh is None:
             return contextlib.nullcontext()
         return jax.set_mesh(self.mesh)
-
-
-def _hidden(model: EncoderModel, tokens: Array, types: Any, bounds: Array) -> Array:
-    return model.hidden(tokens, cu_seqlens=bounds, token_types=types)
-
-
-def _embed(
-    model: EncoderModel,
-    tokens: Int[Array, "B T"],
-    types: Int[Array, "B T"] | None,
-    bounds: Int[Array, "B seqs_plus_1"],
-    *,
-    pooling: Pooling,
-    normalize: bool,
-) -> Float[Array, "B S D"]:
-    hidden = _hidden(model, tokens, types, bounds)
-    vectors = pool(hidden, bounds, pooling, model.rules).astype(jnp.float32)
-    if not normalize:
-        return vectors
-    norms = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
-    return vectors / jnp.maximum(norms, 1e-12)
-
-
-def _answer(
-    model: EncoderModel,
-    tokens: Int[Array, "B T"],
-    types: Int[Array, "B T"] | None,
-    bounds: Int[Array, "B seqs_plus_1"],
-) -> Float[Array, "B _ C"]:
-    return model.answer(_hidden(model, tokens, types, bounds), bounds)
-
-
-def _as_encoded(ids: list[int]) -> EncodedText:
-    """Token ids as one text, with all tokens."""
-    count = len(ids)
-    return EncodedText(
-        ids=ids, types=[0] * count, spans=[(0, 0)] * count, control=[False] * count
-    )
-
-
-def _check_texts(texts: Sequence[Text]) -> None:
-    if isinstance(texts, str):
-        raise TypeError(
-            "texts must be a list of strings, got one string; pass [text] for one text"
-        )
-    # Results are in the order of the texts, so `texts` must be an ordered sequence.
-    ordered = hasattr(texts, "__getitem__") and not isinstance(texts, Mapping)
-    if not ordered:
-        raise TypeError(
-            f"texts must be a list of strings, got {type(texts).__name__}; pass "
-            "list(texts)"
-        )
-    for i, text in enumerate(texts):
-        if isinstance(text, list) and all(type(token) is int for token in text):
-            if not text:
-                raise ValueError(f"texts[{i}] is empty; leave it out")
-            continue
-        parts: Any = text if isinstance(text, tuple) else (text,)
-        if not all(isinstance(part, str) for part in parts) or (
-            isinstance(text, tuple) and len(text) != 2
-        ):
-            raise TypeError(
-                f"texts[{i}] must be a string or a pair of strings (a tuple), got "
-                f"{text!r}"
-            )
-        if not all(part.strip() for part in parts):
-            raise ValueError(f"texts[{i}] {text!r} is empty; leave it out")

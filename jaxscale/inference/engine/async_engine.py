@@ -89,6 +89,10 @@ class AsyncEngine:
         def sink(outputs: _News) -> None:
             ready.append((loop, news, outputs))
 
+        while request.params.prompt_logprobs is not None and not (
+            self.engine.runner.table.scores_prompts or self.engine.error
+        ):
+            await asyncio.sleep(0.1)  # its program is being compiled
         guide, compiler, matcher = request.params.guided, self.engine.compiler, None
         if guide is not None and compiler is not None:
             matcher = await asyncio.wrap_future(compiler.submit(guide, request.client))

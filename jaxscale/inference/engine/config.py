@@ -33,7 +33,8 @@ class EngineConfig(SchedulerSettings):
     """Maximum tokens of prompt and completion together; None is the model's limit."""
     num_slots: int | None = None
     """S, maximum number of running requests, which decode together: a power of two.
-    None is 128, on a CPU 8."""
+    None is as many as the KV cache holds at 256 tokens each, from 128 to 1,024; on a
+    CPU 8."""
     num_pages: int | None = None
     """P, pages (blocks) of the KV cache; None fills `memory_fraction`."""
     kv_dtype: Literal["fp8"] | None = None
@@ -43,10 +44,10 @@ class EngineConfig(SchedulerSettings):
     """Fraction of each device's memory for weights, KV cache and computation."""
     prefill_tokens: tuple[int, ...] | None = None
     """Sizes, in prompt tokens per engine step, that prefill is compiled for; None is
-    128, 512 and 2,048, on a CPU 16, 64 and 256."""
+    128, 256 and so on to 2,048, on a CPU 16, 64 and 256."""
     buckets: tuple[int, ...] | None = None
     """Batch sizes that decode is compiled for: powers of two, the largest S; None is 2,
-    8, 32 and so on, and S."""
+    8, 32, all from 128 on, and S."""
     all_reduce: Literal["xla", "low_latency"] | None = None
     """All-reduce of decode over the tensor-parallel devices: XLA's, the kernel
     ``low_latency``, or None, whichever gave faster steps."""
@@ -81,7 +82,8 @@ class EngineConfig(SchedulerSettings):
 
     def chunks(self, *, on_cpu: bool) -> Sequence[int]:
         """`prefill_tokens`, or its default."""
-        return self.prefill_tokens or ((16, 64, 256) if on_cpu else (128, 512, 2048))
+        default = (16, 64, 256) if on_cpu else (128, 256, 512, 1024, 2048)
+        return self.prefill_tokens or default
 
     def scheduler(
         self, model: DecoderConfig, eos_ids: Sequence[int], *, on_cpu: bool

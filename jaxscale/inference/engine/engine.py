@@ -1,8 +1,9 @@
 """The loop of the inference engine: one thread that owns the scheduler and the device.
 
 In each step it processes client commands, asks the scheduler for a plan, dispatches it,
-and reads the results of the previous plan: the device always has the next plan when one
-is done, and detokenization overlaps with its computation.
+and reads the results of the previous plan: the device has the next plan when one is
+done, and detokenization overlaps with its computation. Where nobody waits, a plan is
+made just before the device needs it, for those who come meanwhile.
 """
 
 import collections
@@ -13,12 +14,13 @@ import queue
 import threading
 import time
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import jax
 import numpy as np
 
 from jaxscale.inference.engine.output_processor import OutputProcessor, Sink
+from jaxscale.inference.engine.pace import Pace
 from jaxscale.inference.engine.runner import Runner
 from jaxscale.inference.engine.sample_inputs import (
     SampleInputs,
@@ -32,20 +34,48 @@ from jaxscale.inference.engine.scheduler_output import (
     SchedulerOutput,
 )
 from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
+from jaxscale.inference.engine.timeline import Timeline
 from jaxscale.inference.grammar import GrammarCompiler, Matcher
-from jaxscale.inference.request import EngineDead, InvalidRequest, Request
+from jaxscale.inference.request import (
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    Request,
+)
 from jaxscale.inference.text import TextDecoder
 from jaxscale.inference.token_rules import TokenRules
 
 
 @dataclasses.dataclass(slots=True)
 class _Flight:
-    """A dispatched plan whose results are pending."""
+    """A dispatched plan; None are results that it does not have, or that were read."""
 
     plan: SchedulerOutput
-    prefill: jax.Array | None
-    scores: jax.Array | None
-    decode: jax.Array | None
+    prefill: Any
+    scores: Any
+    decode: Any
+    begun: float
+    """When the device began with it, at the earliest."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether all results are there."""
+        outs = (self.prefill, self.scores, self.decode)
+        return all(out is None or out.is_ready() for out in outs)
+
+    @property
+    def steps(self) -> int:
+        """Of decoding."""
+        return 1 if self.plan.decode is None else self.plan.decode.steps
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Plans of a kind take the device about as long."""
+        tokens, decode = self.plan.prefill_tokens.bit_length(), self.plan.decode
+        if decode is None:
+            return (tokens,)
+        full = bool(decode.full)
+        return tokens, decode.bucket, decode.steps, decode.drafts, full
 
 
 class Engine:
@@ -99,7 +129,9 @@ class Engine:
         self.observers: list[Callable[[SchedulerEvent], None]] = []
         """Called with every event of the scheduler, on the engine's thread."""
         self.after_tick: list[Callable[[], None]] = []
-        """Called after the outputs of a step were delivered, on the engine's thread."""
+        """Called after outputs were delivered, on the engine's thread."""
+        self.after_step: list[Callable[[], None]] = []
+        """Called after each step that had a plan, on the engine's thread."""
         self.at_end: list[Callable[[BaseException | None], None]] = []
         """Called once when the engine has stopped, with the error if it failed."""
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -109,6 +141,8 @@ class Engine:
         self._counted: dict[Sequence, int] = {}
         self._uncounted = list(range(runner.config.num_slots))
         self._closing = False
+        self._pace = Pace()
+        self._phase: Callable[[str], None] = _unrecorded
         self._lock = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, name="jaxscale-engine", daemon=True
@@ -238,6 +272,21 @@ class Engine:
         """Whether there is nothing to do."""
         return self.scheduler.idle and not self._flying
 
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[Timeline]:
+        """Record what host and device do in this block; on any thread.
+
+        Yields:
+            The timeline, whose results are there after the block.
+        """
+        timeline = Timeline()
+        self._phase, self.runner.timeline = timeline.phase, timeline
+        try:
+            yield timeline
+        finally:
+            self._phase, self.runner.timeline = _unrecorded, None
+            timeline.stop()
+
     # The thread.
 
     def _send(
@@ -263,6 +312,7 @@ class Engine:
         try:
             while self.error is None and not (self._closing and self.idle):
                 self.step(wait=self.idle)
+                self._linger()
         except BaseException as error:
             self._die(error)
         else:
@@ -293,7 +343,10 @@ class Engine:
         """Execute commands; wait for one if there is nothing else to do."""
         with contextlib.suppress(queue.Empty):
             if wait and not self._closing:
-                self._commands.get()()
+                self._phase("idle")
+                first = self._commands.get()
+                self._phase("commands")
+                first()
             while True:
                 self._commands.get_nowait()()
 
@@ -303,16 +356,44 @@ class Engine:
         Args:
             wait: Wait for a command first.
         """
+        self._phase("commands")
         self._obey(wait=wait)
-        plan = self.scheduler.schedule(now=self.clock())
+        self._phase("schedule")
+        begun, table = self.clock(), self.runner.table
+        soon = self._pace.device_bound and self._pace.expects(begun)
+        plain = not table.whole
+        if plain or self.scheduler.max_running < self.runner.config.num_slots:
+            self.scheduler.max_running = table.max_rows
+        plan = self.scheduler.schedule(now=begun, soon=soon, plain=plain)
         self._take_events()
         if plan is not None:
+            self._phase("prepare")
             self._flying.append(self._dispatch(plan))
+            self._pace.planned(self._flying[-1].begun - begun)
         while len(self._flying) > (plan is not None):
             self._read()
         if plan is None and not self.scheduler.idle and not self._flying:
+            self._phase("idle")
             time.sleep(0.001)  # until a deadline, or pages
         self._give_out()
+        if self._flying:
+            self._read_prompts(self._flying[0])
+            self._give_out()
+        for call in self.after_step if plan is not None else ():
+            call()
+
+    def _linger(self) -> None:
+        """Execute commands until just before the device needs another plan, which then
+        has those who have come meanwhile.
+        """
+        if len(self._flying) != 1 or self.scheduler.num_waiting or self._closing:
+            return
+        flight = self._flying[0]
+        until = flight.begun + self._pace.spare(flight.kind)
+        self._phase("linger")
+        with contextlib.suppress(queue.Empty):
+            while self.error is None and (left := until - self.clock()) > 0:
+                self._commands.get(timeout=left)()
 
     def _admit(self, request: Request, sink: Sink, matcher: Matcher | None) -> None:
         if self.error is not None:
@@ -323,11 +404,14 @@ class Engine:
                 f"stop {params.stop} needs the text, but the engine has no tokenizer; "
                 "give it one, or use stop_token_ids"
             )
+        if params.prompt_logprobs is not None and not self.runner.table.scores_prompts:
+            raise Overloaded("prompt log-probabilities are being compiled", 10)
         if request.id in self._clients:
             # An aborted request may not have been notified yet.
             self._take_events()
             self._give_out()
         now = self.clock()
+        self._pace.arrived(now)
         request = dataclasses.replace(request, arrival=now)
         rules = TokenRules.of(params, self.scheduler.config.vocab_size)
         client = OutputProcessor(request, sink, self.tokenizer, matcher, rules)
@@ -360,7 +444,7 @@ class Engine:
                 drafts=plan.decode.drafts,
                 adapted=plan.decode.adapted,
             )
-        return _Flight(plan, prefill, scores, decode)
+        return _Flight(plan, prefill, scores, decode, self.clock())
 
     def _count(self, c: Sequence) -> None:
         """Have the device count the tokens of a sequence with penalties."""
@@ -402,11 +486,12 @@ class Engine:
         live = [
             (i, c) for i, c in enumerate(rows) if c and c.state is SequenceStatus.DECODE
         ]
-        clients = [(i, c, client) for i, c in live if (client := self._client(c))]
+        waiting = [(i, c, client) for i, c in live if (client := self._client(c))]
+        vocab = self.runner.model_config.vocab_size
         return SampleInputs(
             counted=[None if c is None else self._counted.get(c) for c in rows],
             want_top=any(c.request.params.logprobs for _, c in live),
-            masks=token_masks(clients, len(rows), self.runner.model_config.vocab_size),
+            masks=token_masks(waiting, len(rows), vocab),
             biases={
                 i: c.request.params.logit_bias
                 for i, c in live
@@ -419,13 +504,43 @@ class Engine:
     def _read(self) -> None:
         """Wait for the oldest dispatched plan, and process its results."""
         flight = self._flying.popleft()
-        prefill, decode = _drawn(flight.prefill), _drawn(flight.decode)
-        if flight.scores is not None:
-            self._take_scores(flight.plan, np.asarray(flight.scores))
-        top = None if flight.decode is None else np.asarray(flight.decode)[:, :, 0, 3:]
-        for progress in self.scheduler.update(
-            flight.plan, prefill=prefill, decode=decode, now=self.clock()
-        ):
+        self._phase("wait")
+        waited = not flight.ready
+        prefill, scores, decode = (
+            None if out is None else np.asarray(out)
+            for out in (flight.prefill, flight.scores, flight.decode)
+        )
+        now = self.clock()
+        seconds = now - flight.begun
+        self._pace.ended(flight.kind, flight.steps, seconds, waited=waited)
+        if waited and self._flying:
+            self._flying[0].begun = now
+        self._collect(flight.plan, prefill, scores, decode)
+
+    def _read_prompts(self, flight: _Flight) -> None:
+        """Wait for the first tokens of prompts only: their plan goes on decoding."""
+        if flight.prefill is None or flight.decode is None:
+            return
+        self._phase("wait")
+        prefill = np.asarray(flight.prefill)
+        scores = None if flight.scores is None else np.asarray(flight.scores)
+        flight.prefill = flight.scores = None
+        self._collect(flight.plan, prefill, scores, None)
+
+    def _collect(
+        self,
+        plan: SchedulerOutput,
+        prefill: np.ndarray | None,
+        scores: np.ndarray | None,
+        decode: np.ndarray | None,
+    ) -> None:
+        """Process results of a plan, all or the first part of them."""
+        self._phase("collect")
+        if scores is not None:
+            self._take_scores(plan, scores)
+        top = None if decode is None else decode[:, :, 0, 3:]
+        results = {"prefill": _drawn(prefill), "decode": _drawn(decode)}
+        for progress in self.scheduler.update(plan, **results, now=self.clock()):
             c = progress.sequence
             client = self._client(c)
             if client is not None:
@@ -460,7 +575,8 @@ class Engine:
                 observe(event)
 
     def _give_out(self) -> None:
-        """Send the new outputs of this step to the clients."""
+        """Send the new outputs to the clients."""
+        self._phase("answer")
         changed, self._changed = self._changed, {}
         for client in changed.values():
             outputs = client.outputs()
@@ -475,11 +591,14 @@ class Engine:
                 call()
 
 
-def _drawn(out: jax.Array | None) -> Drawn | None:
+def _unrecorded(phase: str) -> None:
+    """Where no timeline is."""
+
+
+def _drawn(values: np.ndarray | None) -> Drawn | None:
     """The results in the form that the scheduler takes: [n, B, R]."""
-    if out is None:
+    if values is None:
         return None
-    values = np.asarray(out)
     logprobs = np.ascontiguousarray(values[..., 2]).view(np.float32)
     return Drawn(
         tokens=values[..., 0].tolist(),

@@ -31,6 +31,7 @@ def make_engine(
     compiler: GrammarCompiler | None = None,
     kv_scales: np.ndarray | None = None,
     quiet: bool = False,
+    wait: bool = True,
 ) -> Engine:
     """A compiled engine for `model`, not started yet.
 
@@ -43,6 +44,8 @@ def make_engine(
         kv_scales: [L, 2, K], scales of an fp8 KV cache; by default measured by
             `measure_kv_scales`.
         quiet: Do not print memory and compilation.
+        wait: False: return once a few programs are compiled, and compile the others
+            behind; larger ones stand in until then. Several processes always wait.
 
     Raises:
         ValueError: sizes do not fit the model or the device, or there are `kv_scales`
@@ -62,10 +65,11 @@ def make_engine(
             )
         followers = hosts.gather(runner)
         runner.on_dispatch = followers.send
-    _compile(runner, config, quiet)
+    _compile(runner, config, quiet, behind=not wait and followers is None)
     engine = Engine(
         runner, Scheduler(runner.config), tokenizer=tokenizer, compiler=compiler
     )
+    engine.at_end.append(lambda error: runner.table.stop())
     if followers is not None:
         engine.at_end.append(followers.close)
         followers.on_lost(engine.fail)
@@ -133,12 +137,15 @@ def _make_runner(
     )
 
 
-def _compile(runner: Runner, config: EngineConfig, quiet: bool) -> None:
-    """Compile all programs, with a progress bar."""
+def _compile(
+    runner: Runner, config: EngineConfig, quiet: bool, *, behind: bool = False
+) -> None:
+    """Compile all programs, with a progress bar for those that are waited for."""
     cache = None
     # On several hosts XLA exchanges autotuning results, so all must compile, or none.
     if config.program_cache is not None and not hosts.spans_hosts(runner.devices):
         cache = ProgramCache(config.program_cache, runner.devices)
-    total = len(runner.inputs())
+    programs = list(runner.programs())
+    total = len(runner.table.order(programs)[0] if behind else programs)
     with progress_bar("compile", False if quiet else None, total) as advance:
-        runner.compile(lambda: advance(1), cache)
+        runner.compile(lambda: advance(1), cache, behind=behind)

@@ -6,7 +6,7 @@ Legend: S slots, P pages, G tokens of a page.
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,10 @@ from jaxscale.inference.engine.scheduler_config import (
 )
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.decoder import Decoder
+
+
+_SLOTS = (1024, 512, 256)
+_TOKENS_A_SLOT = 256  # of prompt and answer together, half way through the answer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,12 +61,12 @@ class Memory:
 def fit(
     model: Decoder, config: SchedulerConfig, options: EngineConfig
 ) -> tuple[SchedulerConfig, Memory]:
-    """The sizes with as many pages as fit on the devices.
+    """The sizes with as many pages as fit on the devices, and slots for them.
 
     Args:
         model: A result of `Decoder.for_inference`.
         config: The other sizes.
-        options: `EngineConfig.num_pages` and `EngineConfig.memory_fraction`.
+        options: What is given: pages, slots, share of the memory.
 
     Raises:
         ValueError: weights, computation and the pages of one request do not fit; the
@@ -82,8 +86,6 @@ def fit(
     if options.kv_dtype is not None:
         # One byte per value, and a scale of four bytes per head.
         page = page // itemsize + shape.num_layers * 2 * (heads // ways) * 4
-    computation = computation_size(shape, config, itemsize, options.buckets)
-    most = config.num_slots * config.table_width
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         available = int(options.memory_fraction * stats["bytes_limit"])
@@ -92,11 +94,22 @@ def fit(
         # A CPU shares its memory with everything else.
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         available, taken = int(options.memory_fraction * free) // 2, weights
-    room = (available - taken - computation) // page
-    if len(where.addressable_devices) < len(where.device_set):
-        # All hosts have the pages of the one with the least memory.
-        rooms = multihost_utils.process_allgather(np.int32(max(room, 0)))
-        room = int(np.min(rooms))
+
+    def fitted(config: SchedulerConfig) -> tuple[int, int]:
+        """Bytes for computation, and the pages that there is room for."""
+        size = computation_size(shape, config, itemsize, options.buckets)
+        room = (available - taken - size) // page
+        if len(where.addressable_devices) < len(where.device_set):
+            # All hosts have the pages of the one with the least memory.
+            rooms = multihost_utils.process_allgather(np.int32(max(room, 0)))
+            room = int(np.min(rooms))
+        return size, room
+
+    given = options.num_slots or options.buckets
+    if not given and device.platform != "cpu":
+        config = with_slots(config, lambda x: options.num_pages or fitted(x)[1])
+    computation, room = fitted(config)
+    most = config.num_slots * config.table_width
     memory = Memory(
         available=available,
         weights=weights,
@@ -116,6 +129,27 @@ def fit(
             "the model over more devices"
         )
     return dataclasses.replace(config, num_pages=memory.num_pages), memory
+
+
+def with_slots(
+    config: SchedulerConfig, pages: Callable[[SchedulerConfig], int]
+) -> SchedulerConfig:
+    """The sizes with as many slots as there are pages for.
+
+    Args:
+        config: The sizes, with the fewest slots.
+        pages: Pages that there is room for beside the programs of some sizes.
+
+    Example:
+        >>> config = SchedulerConfig(num_pages=1, vocab_size=9, max_len=4096)
+        >>> with_slots(config, lambda sizes: 4000).num_slots
+        512
+    """
+    for slots in _SLOTS:
+        larger = dataclasses.replace(config, num_slots=slots)
+        if pages(larger) * config.page_size >= slots * _TOKENS_A_SLOT:
+            return larger
+    return config
 
 
 def computation_size(

@@ -121,7 +121,8 @@ class OutputProcessor:
                 tokens = tokens[: stream.num_tokens - before]
                 verdict = "stop"
         news.tokens += tokens
-        news.logprobs += self._logprobs(progress, tokens, top)
+        if self.request.params.logprobs is not None:
+            news.logprobs += self._logprobs(progress, tokens, top)
         return verdict
 
     def end(self, c: Sequence, finish: FinishReason | None) -> None:
@@ -141,14 +142,15 @@ class OutputProcessor:
         return outputs
 
     def _new(self, index: int) -> _News:
-        return self._news.setdefault(index, _News())
+        news = self._news.get(index)
+        if news is None:
+            news = self._news[index] = _News()
+        return news
 
     def _logprobs(
         self, progress: Progress, tokens: abc.Sequence[int], top: np.ndarray | None
     ) -> list[TokenLogprobs]:
         most = self.request.params.logprobs
-        if most is None:
-            return []
         pairs = zip(tokens, progress.logprobs, strict=False)
         if not most or not progress.decoded or top is None:
             return [TokenLogprobs(token=token, logprob=value) for token, value in pairs]
@@ -160,12 +162,23 @@ class OutputProcessor:
         ]
 
     def _output(self, index: int, news: _News) -> Output:
+        told = {
+            "request": self.request.id,
+            "index": index,
+            "tokens": tuple(news.tokens),
+            "text": news.text,
+            "logprobs": tuple(news.logprobs),
+            "prompt_logprobs": news.prompt_logprobs,
+            "cached_tokens": self.cached_tokens,
+        }
+        if news.finish is None:
+            return Output(**told)
         stream = self._texts[index]
         stop: str | int | None = None
         if news.finish == "stop":
             found = None if stream is None else stream.stop
             stop = found if found is not None else (news.tokens or [None])[-1]
-        error = None if news.finish is None else _ERRORS.get(news.finish)
+        error = _ERRORS.get(news.finish)
         stuck = index in self.stuck and news.finish == "error"
         if stuck:
             matcher = self.matchers[index]
@@ -173,17 +186,7 @@ class OutputProcessor:
             error = "what the request allows leaves no token to be drawn"
             error += f": {why}" if why else "; change it"
         return Output(
-            request=self.request.id,
-            index=index,
-            tokens=tuple(news.tokens),
-            text=news.text,
-            logprobs=tuple(news.logprobs),
-            prompt_logprobs=news.prompt_logprobs,
-            finish=news.finish,
-            stop=stop,
-            cached_tokens=self.cached_tokens,
-            error=error,
-            blames_request=stuck,
+            **told, finish=news.finish, stop=stop, error=error, blames_request=stuck
         )
 
 

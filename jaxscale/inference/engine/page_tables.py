@@ -73,11 +73,19 @@ class PageTables:
         reach = min(len(c.tokens) + 1 + self._config.drafts, c.limit - 1)
         return self.pool.pages_for(max(reach, len(c.tokens)))
 
-    def missing(self, c: Sequence, ahead: int) -> int:
-        """Pages to add before a dispatch that writes at most `ahead` tokens."""
-        # The last token is never in the cache.
-        reach = min(c.kv + c.pending + ahead, c.limit - 1)
-        return max(0, self.pool.pages_for(reach) - len(c.pages))
+    def missing(
+        self, sequences: Iterable[Sequence], ahead: int
+    ) -> list[tuple[Sequence, int]]:
+        """Who needs more pages before a dispatch that writes at most `ahead` tokens,
+        and how many.
+        """
+        size, found = self._config.page_size, []
+        for c in sequences:
+            # The last token is never in the cache.
+            reach = min(c.kv + c.pending + ahead, c.limit - 1)
+            if (need := -(-reach // size) - len(c.pages)) > 0:
+                found.append((c, need))
+        return found
 
     def name(self, c: Sequence) -> None:
         """Add pages that have become full to the prefix cache."""

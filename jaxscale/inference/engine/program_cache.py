@@ -69,15 +69,15 @@ class ProgramCache:
             traced: The result of ``jax.jit(...).trace``.
             placement: Shardings of arguments and results, which are not in the trace.
         """
-        path = self.folder / self._name(traced, placement)
-        if (program := self._load(path)) is not None:
+        name = self.name(traced, placement)
+        if (program := self.load(name)) is not None:
             return program, True
         program = traced.lower().compile()
-        self._store(path, program)
+        self.store(name, program)
         return program, False
 
-    def _name(self, traced: jax.stages.Traced, placement: str) -> str:
-        """A unique file name of the program."""
+    def name(self, traced: jax.stages.Traced, placement: str = "") -> str:
+        """A unique file name of the program; arguments as for `compile`."""
         jaxpr = traced.jaxpr
         digest = hashlib.sha256(_surroundings().encode())
         parts = (
@@ -93,7 +93,9 @@ class ProgramCache:
                 digest.update(np.asarray(constant).tobytes())
         return f"{digest.hexdigest()[:40]}.program"
 
-    def _load(self, path: Path) -> jax.stages.Compiled | None:
+    def load(self, name: str) -> jax.stages.Compiled | None:
+        """The program of this name, if it is there."""
+        path = self.folder / name
         try:
             return serialize_executable.deserialize_and_load(
                 *pickle.loads(path.read_bytes()),
@@ -109,7 +111,9 @@ class ProgramCache:
             )
             return None
 
-    def _store(self, path: Path, program: jax.stages.Compiled) -> None:
+    def store(self, name: str, program: jax.stages.Compiled) -> None:
+        """Keep a compiled program."""
+        path = self.folder / name
         partial = path.with_suffix(f".{os.getpid()}")
         try:
             partial.write_bytes(pickle.dumps(serialize_executable.serialize(program)))

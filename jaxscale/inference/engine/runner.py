@@ -4,10 +4,9 @@ Legend: S slots, B bucket, W pages of a request, L layers, P pages, K key/value 
 tokens of a page, H head dim, V vocabulary, T tokens per prefill.
 """
 
-import concurrent.futures
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from jaxscale.inference.engine.prefill_batch import (
     whole_blocks,
 )
 from jaxscale.inference.engine.program_cache import ProgramCache
+from jaxscale.inference.engine.program_table import Key, Program, ProgramTable
 from jaxscale.inference.engine.programs import (
     ADAPTED,
     STATE,
@@ -34,12 +34,12 @@ from jaxscale.inference.engine.programs import (
 from jaxscale.inference.engine.sample_inputs import SampleInputs, neutral_arrays
 from jaxscale.inference.engine.scheduler_config import (
     SchedulerConfig,
-    bucket_of,
     bucket_sizes,
     decode_sizes,
     prefill_sizes,
 )
 from jaxscale.inference.engine.scheduler_output import Chunk
+from jaxscale.inference.engine.timeline import Timeline
 from jaxscale.inference.request import MAX_BIASES
 from jaxscale.models.adapters import adapter_names, with_adapters
 from jaxscale.models.decoder import Decoder
@@ -53,14 +53,12 @@ NUM_CHANGES = 512
 NUM_COUNTED = 512
 """Tokens that one call of `DecodePrograms.count` counts."""
 
-type Key = tuple[Any, ...]
-"""Name and sizes of a program."""
-
 
 class Runner:
     """The state of the engine on the device, and the programs that update it.
 
-    All programs are compiled before the first request, and nothing is compiled after.
+    Programs are compiled before the first request, or behind: larger ones then stand in
+    for those that are not there yet. Nothing is compiled after that.
     Calls return at once, with arrays that are being copied to the host.
 
     Example:
@@ -96,9 +94,9 @@ class Runner:
                 ``config.prefill_tokens``; by default that, a quarter of it, and a
                 sixteenth.
             buckets: B of the decode programs, powers of two, the largest S; by default
-                2, 8, 32 and so on, and S: a step reads all weights, so a few more rows
-                cost little. With a single bucket, results of a request do not depend on
-                the number of others.
+                2, 8, 32, all from 128 on, and S: a step reads all weights, so a few
+                more rows cost little. With a single bucket, results of a request do not
+                depend on the number of others.
             kv_scales: [L, 2, K], fp32, scales of keys and values: the KV cache is then
                 fp8 (E4M3). None keeps it in the type of the computation.
             all_reduce: All-reduce of a decode step: ``"xla"``, our ``"low_latency"``
@@ -143,16 +141,25 @@ class Runner:
         self.mesh: Mesh | None = mesh
         self.devices = list(where.device_set if mesh is None else mesh.devices.flat)
         self._sums(self.buckets[0])  # raises
-        self._prefill_tokens = prefill_sizes(config, prefill_tokens)
         blocks = config.prefill_requests * (KEY_BLOCK - 1)
         keys = whole_blocks(config.keys_budget + blocks)
         # Gathering unused keys costs little, another program costs seconds.
         few = whole_blocks(keys // 8)
-        self._prefill_keys = [few, keys] if keys > 8192 else [keys]
-        self._compiled: dict[Key, Callable[..., Any]] = {}
+        self._prefills = [
+            (tokens, most)
+            for most in ([few, keys] if keys > 8192 else [keys])
+            for tokens in prefill_sizes(config, prefill_tokens)
+            if most >= tokens or most == keys
+        ]
+        """Tokens and keys of the prefill programs, the smallest first."""
+        adapted = bool(config.adapters)
+        self.table = ProgramTable(self.buckets, self._prefills, adapted=adapted)
+        """The compiled programs."""
         self.on_dispatch: Callable[[Key, Sequence[np.ndarray | None]], None] | None
         self.on_dispatch = None
         """Called before each program with the arguments of `dispatch`."""
+        self.timeline: Timeline | None = None
+        """Learns when programs are launched, while it is there."""
         self.pages: Pages
         self.slots: Array
         self.counts: Array
@@ -161,7 +168,7 @@ class Runner:
 
     # What there is to compile.
 
-    def programs(self) -> Iterator[tuple[Key, Callable[..., Any], tuple[Any, ...]]]:
+    def programs(self) -> Iterator[Program]:
         """All programs: key, jitted function, and input shapes."""
         config, programs = self.config, self._programs
         _, slots, counts, history = self._state()
@@ -197,7 +204,7 @@ class Runner:
 
     def _model_programs(
         self, programs: DecodePrograms, params: tuple[Array, ...], kind: str
-    ) -> Iterator[tuple[Key, Callable[..., Any], tuple[Any, ...]]]:
+    ) -> Iterator[Program]:
         """Those of `programs` that compute the model, whose names end with `kind`."""
         config, jit = self.config, self._jit
         pages, slots, _, history = self._state()
@@ -212,7 +219,8 @@ class Runner:
             sums = self._sums(bucket)
             fn = functools.partial(programs.forward, bucket=bucket, sums=sums)
             yield ("forward" + kind, bucket), jit(fn, (1, 3), "pss"), state
-        for tokens, keys, scored in self._prefills():
+        plain = [(*sizes, False) for sizes in self._prefills]
+        for tokens, keys, scored in (*plain, (*self._prefills[-1], True)):
             sizes = {"num_tokens": tokens, "num_keys": keys, "scored": scored}
             fn = functools.partial(programs.prefill, **sizes)
             total = sum(self._prefill_sizes(tokens, keys, kind))
@@ -232,28 +240,28 @@ class Runner:
         self,
         progress: Callable[[], None] | None = None,
         cache: ProgramCache | None = None,
+        *,
+        behind: bool = False,
     ) -> None:
-        """Compile everything, several programs at a time, and make the state."""
-        todo = list(self.programs())
-        placement = repr((self._sharding(PAGES_AXES), self._sharding()))
+        """Compile all programs, several at a time, and make the state.
 
-        def one(item: tuple[Key, Any, tuple[Any, ...]]) -> tuple[Key, Any]:
-            key, fn, shapes = item
-            with self._on_mesh():
-                traced = fn.trace(*shapes)
-                if cache is None:
-                    return key, traced.lower().compile()
-                # The meaning of a key is in the code, on which the cache depends.
-                where = [key, placement, [x.sharding for x in jax.tree.leaves(shapes)]]
-                return key, cache.compile(traced, repr(where))[0]
-
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            futures = [pool.submit(one, item) for item in todo]
-            for future in concurrent.futures.as_completed(futures):
-                key, compiled = future.result()
-                self._compiled[key] = compiled
-                if progress is not None:
-                    progress()
+        Args:
+            progress: Called after each program that is waited for.
+            cache: Cache of compiled programs.
+            behind: Wait for the few that can do everything, and go on with the rest in
+                the background.
+        """
+        first, later = list(self.programs()), []
+        if behind:
+            first, later = self.table.order(first)
+        self.table.compile(
+            first,
+            later,
+            scope=self._on_mesh,
+            cache=cache,
+            placement=repr((self._sharding(PAGES_AXES), self._sharding())),
+            progress=progress,
+        )
         self.reset()
 
     def reset(self) -> None:
@@ -327,14 +335,13 @@ class Runner:
                 step.
             adapted: Rows may use adapters; otherwise none are read.
         """
-        bucket, kind = bucket_of(bucket, self.buckets), ADAPTED if adapted else ""
-        (out,) = self.dispatch(_decode_key(bucket, steps, drafts, kind))
+        key = self.table.decode(bucket, steps, drafts, adapted=adapted)
+        (out,) = self.dispatch(key)
         return out
 
     def forward(self, *, bucket: int, adapted: bool = False) -> Array:
         """The logits of each live row of the bucket, for `sample`."""
-        kind = ADAPTED if adapted else ""
-        self.dispatch(("forward" + kind, bucket_of(bucket, self.buckets)))
+        self.dispatch(self.table.forward(bucket, adapted=adapted))
         return self.logits
 
     def sample(self, logits: Array, inputs: SampleInputs) -> Array:
@@ -389,12 +396,17 @@ class Runner:
         taken, given = STATE[key[0]]
         neutral = self._neutral.get(key, inputs)
         whole = [n if x is None else x for x, n in zip(inputs, neutral, strict=True)]
-        with self._on_mesh():
+        outs: list[Array] = []
+        timeline = self.timeline
+        launch = contextlib.nullcontext()
+        if timeline is not None:
+            launch = timeline.launch(key, outs)
+        with launch, self._on_mesh():
             state = (getattr(self, name) for name in taken)
-            found = self._compiled[key](*state, *whole)
+            found = self.table[key](*state, *whole)
+            outs += found[len(given) :]
         for name, value in zip(given, found, strict=False):
             setattr(self, name, value)
-        outs = list(found[len(given) :])
         for out in outs:
             out.copy_to_host_async()
         return outs
@@ -408,26 +420,15 @@ class Runner:
         config = self.config
         needed = sum(len(chunk.tokens) for chunk in chunks)
         keys = sum(whole_blocks(chunk.end) for chunk in chunks)
-        kind = ADAPTED if any(chunk.sequence.adapter for chunk in chunks) else ""
-        key = next(
-            ("prefill" + kind, t, k, scored)
-            for t, k, scored in self._prefills()
-            if scored == (targets is not None) and needed <= t and keys <= k
-        )
-        sizes = self._prefill_sizes(key[1], key[2], kind)
+        adapted = any(chunk.sequence.adapter for chunk in chunks)
+        scored = targets is not None
+        key = self.table.prefill(needed, keys, scored=scored, adapted=adapted)
+        sizes = self._prefill_sizes(key[1], key[2], key[0].removeprefix("prefill"))
         return sizes.pack(chunks, targets, config), key
 
     def _prefill_sizes(self, tokens: int, keys: int, kind: str) -> PrefillBatch:
         chunks = self.config.prefill_requests
         return PrefillBatch.sizes(tokens, keys, chunks, adapted=kind == ADAPTED)
-
-    def _prefills(self) -> Iterable[tuple[int, int, bool]]:
-        """Tokens and keys of the prefill programs, the smallest first."""
-        for keys in self._prefill_keys:
-            for tokens in self._prefill_tokens:
-                if keys >= tokens or keys == self._prefill_keys[-1]:
-                    yield tokens, keys, False
-        yield self._prefill_tokens[-1], self._prefill_keys[-1], True
 
     def _state(self) -> tuple[Pages, Any, Any, Any]:
         """Shapes of pages, slots and counts, and of the history if there is one."""

@@ -61,6 +61,8 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, *, seed: int | None = None) -> None:
         self.config = config
+        self.max_running = config.num_slots
+        """Number of sequences that may hold pages."""
         self.counts = Counts()
         self._requests = RequestTable(config, self.counts, seed)
         self._waiting = WaitingQueue(config)
@@ -190,17 +192,24 @@ class Scheduler:
 
     # What the device is to do.
 
-    def schedule(self, *, now: float) -> SchedulerOutput | None:
+    def schedule(
+        self, *, now: float, soon: bool = False, plain: bool = False
+    ) -> SchedulerOutput | None:
         """Return the next plan; None if there is nothing to do.
 
         A plan must be dispatched: its pages and rows are already assigned.
+
+        Args:
+            now: The time in seconds.
+            soon: Decode a single step, as if a request waited: one may come.
+            plain: Also without draft tokens.
         """
         for request_id in self._requests.take_late(now):
             self.abort(request_id, now=now, reason="timeout")
         self._tick += 1
-        live, ahead = self._grow(now)
+        live, ahead = self._grow(now, soon, plain)
         ready = self._admit(now)
-        chosen = choose_chunks(self._prefilling, self.config)
+        chosen = choose_chunks(self._prefilling, self.config, decoding=len(live))
         if not (live or ready or chosen):
             return None
         placed, source = self._place(ready, chosen)
@@ -220,7 +229,9 @@ class Scheduler:
             decode=decode,
         )
 
-    def _grow(self, now: float) -> tuple[list[Sequence], tuple[int, int]]:
+    def _grow(
+        self, now: float, soon: bool, plain: bool
+    ) -> tuple[list[Sequence], tuple[int, int]]:
         """Allocate the pages that the next dispatch may write, for each live row.
 
         Returns:
@@ -230,13 +241,14 @@ class Scheduler:
         config = self.config
         live = [c for c in self._slots.owners() if c.goes_on]
         busy = self.num_waiting or self._prefilling or self._updates.replaying
-        one_step = busy or any(c.needs_sampler for c in live)
-        steps = 1 if one_step else config.steps
-        drafts = config.drafts_of(self._slots.bucket)
-        needs = self._needs(live, steps * (1 + drafts))
+        one_step = soon or busy or any(c.needs_sampler for c in live)
+        bucket = self._slots.bucket
+        steps = 1 if one_step or plain else config.steps_of(bucket)
+        drafts = 0 if plain else config.drafts_of(bucket)
+        needs = self._tables.missing(live, steps * (1 + drafts))
         if sum(need for _, need in needs) > self.pool.num_available:
             steps, drafts = 1, 0
-            needs = self._needs(live, 1)
+            needs = self._tables.missing(live, 1)
         for c, need in sorted(needs, key=lambda item: item[0].order):
             while need > self.pool.num_available and c.state is SequenceStatus.DECODE:
                 self._preempt(max(self._preemptible(), key=BY_ORDER), now)
@@ -244,10 +256,6 @@ class Scheduler:
                 c.pages += self.pool.allocate(need)
                 self._updates.grow(c)
         return [c for c in live if c.state is SequenceStatus.DECODE], (steps, drafts)
-
-    def _needs(self, live: list[Sequence], ahead: int) -> list[tuple[Sequence, int]]:
-        needs = ((c, self._tables.missing(c, ahead)) for c in live)
-        return [(c, need) for c, need in needs if need]
 
     def _preemptible(self) -> Iterator[Sequence]:
         yield from self._prefilling
@@ -274,7 +282,7 @@ class Scheduler:
                 self._preemptible(),
                 self._tables,
                 num_running=self._num_running,
-                num_slots=self.config.num_slots,
+                num_slots=self.max_running,
             )
             if room is None:
                 break
@@ -453,7 +461,11 @@ class Scheduler:
         finish: FinishReason | None = None if tokens else "error"
         kept = 0
         for token, flag in zip(tokens, flags, strict=True):
-            if flag and flag & OutFlag.NOT_FINITE:
+            if not flag and len(c.tokens) + 1 < c.limit and token not in c.stops:
+                c.tokens.append(token)  # as nearly all
+                kept += 1
+                continue
+            if flag & OutFlag.NOT_FINITE:
                 finish = "error"
                 break
             c.tokens.append(token)

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from jaxscale.checks import check_integers
 
 
+FEW_ROWS = 32
+"""Rows whose decode step may take the device less time than the host."""
+
 LONGEST_NGRAM = 32
 """Maximum n-gram length to look up: each token is another pass over the sequence."""
 
@@ -20,8 +23,8 @@ class SchedulerSettings:
     page_size: int = 64
     """G, tokens per page (block) of the KV cache."""
     steps: int = 4
-    """Decode steps per launch while no request waits; one while requests wait, so that
-    they join at the next token."""
+    """Decode steps per launch of at most 32 sequences, while no request waits or is to
+    be expected; otherwise one, so that requests join at the next token."""
     drafts: int = 0
     """Draft tokens per request and step, by n-gram lookup in the request's own tokens
     (prompt-lookup speculative decoding); 0 is off. Results do not change."""
@@ -115,6 +118,10 @@ class SchedulerConfig(SchedulerSettings):
         """Batch sizes of decode: powers of two up to S."""
         return [2**i for i in range(1, self.num_slots.bit_length())]
 
+    def steps_of(self, bucket: int) -> int:
+        """Decode steps per launch of a batch of this size, where none waits."""
+        return self.steps if bucket <= FEW_ROWS else 1
+
     def drafts_of(self, bucket: int) -> int:
         """Draft tokens per sequence in a batch of this size."""
         return self.drafts if bucket <= self.draft_bucket else 0
@@ -155,7 +162,10 @@ def prefill_sizes(config: SchedulerConfig, sizes: Sequence[int] | None) -> list[
 def bucket_sizes(config: SchedulerConfig, buckets: Sequence[int] | None) -> list[int]:
     """The batch sizes that decode is compiled for, ascending."""
     powers = config.batches
-    chosen = sorted(buckets or {*powers[::2], config.num_slots})
+    # A step of few rows reads the weights, whatever their number; one of many computes.
+    few = [rows for rows in powers[::2] if rows <= FEW_ROWS]
+    many = [rows for rows in powers if rows >= 4 * FEW_ROWS]
+    chosen = sorted(buckets or {*few, *many, config.num_slots})
     if chosen[-1] != config.num_slots or not set(chosen) <= set(powers):
         raise ValueError(
             f"buckets {chosen} must be powers of two from 2 on and end with "
@@ -185,7 +195,7 @@ def decode_sizes(
     found = set[tuple[int, int, int]]()
     for rows in config.batches:
         bucket, drafts = bucket_of(rows, buckets), config.drafts_of(rows)
-        found |= {(bucket, steps, drafts) for steps in (1, config.steps)}
+        found |= {(bucket, steps, drafts) for steps in (1, config.steps_of(rows))}
         # When pages are scarce there are no draft tokens.
         found.add((bucket, 1, 0))
     return sorted(found)

@@ -10,17 +10,19 @@ from jaxscale.inference.engine.waiting_queue import BY_ORDER
 
 
 def choose_chunks(
-    prefilling: list[Sequence], config: SchedulerConfig
+    prefilling: list[Sequence], config: SchedulerConfig, *, decoding: int = 0
 ) -> list[tuple[Sequence, int]]:
     """Choose the prompt chunks of a step (chunked prefill).
 
     The first in the queue gets all that its prompt needs. If the prompt does not end in
     this step, one split is left for the others, the shortest first: a long prompt then
-    blocks no short one, and still makes progress.
+    blocks no short one, and still makes progress. While more sequences decode than wait
+    for their prompt, it gets a split, so that the step of the many is not much longer.
 
     Args:
         prefilling: Sequences in order; each lacks tokens.
         config: The budgets.
+        decoding: Number of sequences that decode in this step.
 
     Returns:
         Each with the position where its chunk ends.
@@ -29,6 +31,8 @@ def choose_chunks(
         return []
     first, *others = prefilling
     tokens, keys = config.prefill_tokens, config.keys_budget
+    if decoding > len(prefilling):
+        tokens = min(tokens, config.split * (2 if others else 1))
     others = heapq.nsmallest(
         config.prefill_requests - 1,
         others,

@@ -1,7 +1,6 @@
 """The waiting queue: new requests, and those that were admitted before."""
 
 import bisect
-import collections
 import math
 import operator
 from collections.abc import Iterable
@@ -102,8 +101,9 @@ class WaitingQueue:
 
     def charge(self, served: Iterable[tuple[Sequence, int]]) -> None:
         """Count the tokens served to the clients of sequences."""
-        tokens = collections.Counter[tuple[int, str]]()
+        tokens: dict[tuple[int, str], int] = {}
         for c, count in served:
-            tokens[c.request.priority, c.request.client] += count
+            key = c.request.priority, c.request.client
+            tokens[key] = tokens.get(key, 0) + count
         for (priority, client), count in tokens.items():
             self._new.charge(count, priority=priority, client=client)

@@ -211,7 +211,7 @@ def _most_at_once(outcomes: Sequence[Outcome]) -> int:
 
 
 async def _run(config: LoadConfig, api_key: str | None) -> list[Outcome]:
-    http = _require_client()
+    http = require_client()
     sizes = lengths(config.workload, config.requests, seed=config.seed)
     due = arrivals(
         config.requests,
@@ -357,7 +357,7 @@ def _body(config: LoadConfig, model: str, prompt: Any, output: int) -> dict[str,
     return body | {"prompt": prompt}
 
 
-def _require_client() -> ModuleType:
+def require_client() -> ModuleType:
     """httpx2, or httpx, which has the same interface."""
     try:
         import httpx2

@@ -21,9 +21,9 @@ from jaxscale.inference.server.inflate import Inflate
 from jaxscale.inference.server.live import PAGE
 from jaxscale.inference.server.metrics import CONTENT_TYPE
 from jaxscale.inference.server.routes import add_calls, add_models
-from jaxscale.inference.server.served_encoder import ServedEncoder
 from jaxscale.inference.server.service import Served, Service
 from jaxscale.inference.server.stream import EventStream
+from jaxscale.inference.server.trace import add_trace
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -83,7 +83,8 @@ def create_app(config: ServerConfig, load: Callable[[], Served]) -> FastAPI:
     _add_errors(app)
     _add_operations(app, service)
     add_models(app, service)
-    add_calls(app, service)
+    add_trace(app, service)
+    add_calls(app, service)  # which completes the description of all
     _describe(app)
     paths = {
         path: frozenset(method.upper() for method in operations)
@@ -141,12 +142,13 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     async def ready() -> Response:
         """200 while requests are accepted, 503 while loading, draining or dead.
 
-        An encoder accepts them before all row sizes are compiled, and says so.
+        They are before all programs are compiled: larger ones stand in for those that
+        are not.
         """
         is_ready = service.state == "ready"
         body: dict[str, Any] = {"status": service.state}
-        if is_ready and isinstance(service.model, ServedEncoder):
-            body["compiles_on_demand"] = True
+        if is_ready:
+            body |= zip(("compiled", "programs"), service.load().programs, strict=True)
         return JSONResponse(body, 200 if is_ready else 503)
 
     @app.get("/metrics")

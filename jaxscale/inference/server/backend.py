@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from jaxscale.inference.chat import ChatTemplate
@@ -11,6 +12,7 @@ from jaxscale.inference.engine.async_engine import AsyncEngine
 from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduler_output import Counts, SchedulerEvent
+from jaxscale.inference.engine.timeline import Timeline
 from jaxscale.inference.reasoning import TAIL, ReasoningFormat
 from jaxscale.inference.request import Output, Request
 from jaxscale.inference.text_bound import TextBound
@@ -34,6 +36,8 @@ class Load:
     """All pages."""
     counts: Counts = dataclasses.field(default_factory=Counts)
     """What has happened since the start."""
+    programs: tuple[int, int] = (0, 0)
+    """Programs that are compiled, and all that there will be."""
 
     @property
     def kv_usage(self) -> float:
@@ -70,6 +74,12 @@ class Backend(Protocol):
         self, on_event: Callable[[SchedulerEvent], None], on_tick: Callable[[], None]
     ) -> None:
         """Have events, and the ends of ticks, reported on any thread."""
+        ...
+
+    def recorded(self) -> AbstractContextManager[Timeline]:
+        """Record the steps of the engine in this block, which may begin and end on
+        different threads.
+        """
         ...
 
     def drain(self) -> None:
@@ -112,6 +122,7 @@ class EngineBackend:
             pages_held=scheduler.pool.num_held,
             pages=scheduler.pool.num_pages,
             counts=dataclasses.replace(scheduler.counts),
+            programs=self._engine.runner.table.num_compiled,
         )
 
     def observe(
@@ -119,7 +130,11 @@ class EngineBackend:
     ) -> None:
         """Have events and the ends of ticks reported, on the engine's thread."""
         self._engine.observers.append(on_event)
-        self._engine.after_tick.append(on_tick)
+        self._engine.after_step.append(on_tick)
+
+    def recorded(self) -> AbstractContextManager[Timeline]:
+        """Record the steps of the engine in this block."""
+        return self._engine.recorded()
 
     def drain(self) -> None:
         """Refuse what comes from now on; what is here goes on."""

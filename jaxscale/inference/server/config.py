@@ -32,6 +32,9 @@ class ServerConfig:
     response times tell nobody what others have asked."""
     allow_priority: bool = False
     """Let requests choose their priority; otherwise any but 0 is refused."""
+    allow_trace: bool = False
+    """Let clients record what the engine does in each step; otherwise ``/live/trace``
+    is refused."""
     max_body_bytes: int = 16 * 2**20
     """Maximum size of a request body, in bytes."""
     max_prompts: int = 256

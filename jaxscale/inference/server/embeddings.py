@@ -8,12 +8,13 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive
 
-from jaxscale.inference.encoder.encoder import Text
+from jaxscale.inference.encoder.texts import Text
 from jaxscale.inference.request import InvalidRequest
 from jaxscale.inference.server.calls import Caller, prepared
 from jaxscale.inference.server.schema.encoders import Embedding
 from jaxscale.inference.server.served_encoder import ServedEncoder
 from jaxscale.inference.server.stream import attended
+from jaxscale.models.tokenizer import EncodedText
 
 
 async def embed(
@@ -34,16 +35,15 @@ async def embed(
 
 
 async def _embedded(body: Embedding, model: ServedEncoder, caller: Caller) -> Response:
-    truncate = bool(body.truncate)
     kept, tokens = await prepared(caller, _counted, body, model, caller)
-    rows = await model.compute("encode", kept, truncate, tokens, caller.metrics)
+    rows = await model.compute("encode", kept, caller)
     # Writing thousands of vectors takes as long as reading their texts.
     return await asyncio.to_thread(_answer, body, model.name, rows, tokens)
 
 
 def _counted(
     body: Embedding, model: ServedEncoder, caller: Caller
-) -> tuple[list[Text], int]:
+) -> tuple[list[EncodedText], int]:
     """What is to be embedded, and its tokens."""
     texts, most = _inputs(body), caller.config.max_inputs
     if not 1 <= len(texts) <= most:

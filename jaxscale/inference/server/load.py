@@ -228,7 +228,12 @@ def text_model(
     else:
         print("no token ends a text: guided texts are refused", file=sys.stderr)
     made = make_engine(
-        model, tokenizer, config=engine, eos_ids=sorted(ends), compiler=compiler
+        model,
+        tokenizer,
+        config=engine,
+        eos_ids=sorted(ends),
+        compiler=compiler,
+        wait=False,
     )
     return TextModel(
         name=name,

@@ -30,6 +30,8 @@ _GAUGES = {
     "waiting_tokens": "Tokens of the prompts that wait.",
     "kv_cache_usage": "Share of the pages of keys and values in use, 0 to 1.",
     "kv_pages": "Pages of keys and values.",
+    "programs": "Programs of the model.",
+    "programs_compiled": "Those that are compiled; until then larger ones stand in.",
 }
 _COUNTERS = {
     "requests_received": "Requests, those that were refused among them.",
@@ -41,11 +43,15 @@ _COUNTERS = {
     "accepted_tokens": "Guessed tokens that were right.",
     "compactions": "Times that rows of the batch moved.",
 }
+_TEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _OF_ENCODERS = (
     "requests_waiting",
     "requests_running",
     "requests_received",
     "prompt_tokens",
+    "programs",
+    "programs_compiled",
 )
 
 
@@ -64,10 +70,13 @@ class Metrics:
         self.listeners: list[Callable[[str, float], None]] = []
         """Called with the name and the value of each time that is measured."""
 
-        def times(name: str, about: str, bounds: tuple[float, ...]) -> _Times:
-            made = _Times(f"jaxscale_{name}_seconds", about, bounds)
+        def numbers(name: str, about: str, bounds: tuple[float, ...]) -> _Numbers:
+            made = _Numbers(f"jaxscale_{name}", about, bounds)
             self._registry.register(made)
             return made
+
+        def times(name: str, about: str, bounds: tuple[float, ...]) -> _Numbers:
+            return numbers(f"{name}_seconds", about, bounds)
 
         self._times = {
             "ttft": times(
@@ -84,6 +93,11 @@ class Metrics:
             "request": times("request", "From a request to its end.", _WHOLE),
             "step": times("step", "Of the engine's loop while it is busy.", _STEPS),
         }
+        self._passes = (
+            times("pass", "Of an encoder, from its launch to its results.", _STEPS),
+            numbers("pass_texts", "Texts of a pass of an encoder.", _TEXTS),
+            numbers("pass_tokens", "Tokens of a pass of an encoder.", _TOKENS),
+        )
         self._calls = Counter(
             "jaxscale_http_requests",
             "Answers by path and status.",
@@ -120,6 +134,11 @@ class Metrics:
         """Record an engine step."""
         self._measure("step", seconds)
 
+    def passed(self, seconds: float, texts: int, tokens: int) -> None:
+        """Record a pass of an encoder."""
+        for each, value in zip(self._passes, (seconds, texts, tokens), strict=True):
+            each.add(value, 1)
+
     def answered(self, path: str, status: int) -> None:
         """Count a finished HTTP request."""
         self._calls.labels(path, str(status)).inc()
@@ -134,17 +153,17 @@ class Metrics:
             listener(name, seconds)
 
 
-class _Times(Collector):
-    """A histogram that takes many equal times at once; one thread adds to it."""
+class _Numbers(Collector):
+    """A histogram that takes many equal numbers at once; one thread adds to it."""
 
     def __init__(self, name: str, about: str, bounds: tuple[float, ...]) -> None:
         self._name, self._about, self._bounds = name, about, bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def add(self, seconds: float, count: int) -> None:
-        self._counts[bisect.bisect_left(self._bounds, seconds)] += count
-        self._sum += seconds * count
+    def add(self, value: float, count: int) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self._sum += value * count
 
     def collect(self) -> Iterator[Metric]:
         totals = itertools.accumulate(self._counts)
@@ -174,6 +193,8 @@ class _LoadCollector(Collector):
             "waiting_tokens": load.waiting_tokens,
             "kv_cache_usage": load.kv_usage,
             "kv_pages": load.pages,
+            "programs": load.programs[1],
+            "programs_compiled": load.programs[0],
         }
         counters = {
             "requests_received": counts.received,

@@ -109,8 +109,8 @@ def serve(
         on_bound: Called with the port once it is listened at.
 
     Returns:
-        Whether the model was loaded. False: `load` still runs, on a thread, and a
-        process that does not wait for it has to leave by `os._exit`.
+        Whether the model was loaded and all its programs compiled. False: a thread is
+        at it, and a process that does not wait for it has to leave by `os._exit`.
 
     Raises:
         OSError: the address cannot be listened at.
@@ -123,7 +123,8 @@ def serve(
         server.run([listener])
     if server.service.failure is not None:
         raise server.service.failure
-    return server.service.model is not None
+    compiled, programs = server.service.load().programs
+    return server.service.model is not None and compiled == programs
 
 
 @contextlib.contextmanager

@@ -100,13 +100,13 @@ async def _scores(
     if model.scores_pairs:
         pairs = list(zip(first, second, strict=True))
         kept, tokens = await prepared(caller, model.counted, pairs, truncate, caller)
-        logits = await model.compute("predict", kept, truncate, tokens, caller.metrics)
+        logits = await model.compute("predict", kept, caller)
         return 1 / (1 + np.exp(-logits[:, 0].astype(np.float64))), tokens
     places: dict[str, int] = {}  # what comes several times is read once
     for text in (*first, *second):
         places.setdefault(text, len(places))
     kept, tokens = await prepared(caller, model.counted, [*places], truncate, caller)
-    rows = await model.compute("encode", kept, truncate, tokens, caller.metrics)
+    rows = await model.compute("encode", kept, caller)
     rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     left, right = (rows[[places[text] for text in texts]] for texts in (first, second))
     return (left * right).sum(axis=1), tokens

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from jaxscale.inference.request import Draining, EngineDead
-from jaxscale.inference.server.backend import TextModel
+from jaxscale.inference.server.backend import Load, TextModel
 from jaxscale.inference.server.calls import Caller, LongTexts, longest_waiting
 from jaxscale.inference.server.config import ServerConfig
 from jaxscale.inference.server.errors import ApiError
@@ -79,6 +79,7 @@ class Service:
             load, slots = backend.load, backend.config.num_slots
         else:
             backend, load, slots = None, model.load, 0
+            model.on_pass = self.metrics.passed
         recorder = Recorder(load, num_slots=slots, model=model.name)
         self.recorder = recorder
         attach(recorder, self.metrics)
@@ -99,6 +100,13 @@ class Service:
 
         threading.Thread(target=load, name="load", daemon=True).start()
         return await asyncio.shield(asyncio.wrap_future(loaded))
+
+    def load(self) -> Load:
+        """How busy the model is."""
+        model = self.model
+        if model is None:
+            return Load()
+        return (model.backend if isinstance(model, TextModel) else model).load()
 
     @property
     def error(self) -> BaseException | None:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -202,6 +203,29 @@ def test_what_was_compiled_before_is_taken(wait):
     assert len(encoder._programs) == 2
     with pytest.raises(ValueError, match="token_budget 0 must be at least 1"):
         encoder.compile(token_budget=0)
+
+
+def test_a_larger_program_stands_in_for_one_that_is_not_compiled(monkeypatch):
+    encoder = make()
+    encoder.compile(token_budget=160, sizes="largest")
+    assert encoder.num_compiled == (1, 1)
+    go_on, compile = threading.Event(), encoder._programs._compile
+
+    def slow(shape):
+        assert go_on.wait(60)
+        compile(shape)
+
+    monkeypatch.setattr(encoder._programs, "_compile", slow)
+    many = texts(3)
+    tokens = encoder.tokenize(many)
+    (launched,) = encoder.launch("encode", tokens, 160, stand_in=True)
+    found = dict(encoder.read(launched))
+    assert encoder.num_compiled == (1, 2)
+    go_on.set()
+    expected = encoder.encode(tokens, token_budget=160)
+    assert encoder.num_compiled == (2, 2)
+    for i in range(3):
+        np.testing.assert_allclose(found[i], expected[i], atol=1e-5)
 
 
 def test_programs_write_into_memory_of_the_host():

@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxscale.inference.engine.program_cache import ProgramCache
 from jaxscale.inference.engine.runner import Runner
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduler_config import FEW_ROWS, SchedulerConfig
 from jaxscale.models import Decoder, preset
 from jaxscale.models.quantization import quantized_head, replace_linear
 from jaxscale.models.serving import prepared_model, serving_rules
@@ -45,7 +45,7 @@ class Lowering:
         with self.runner._on_mesh(), tempfile.TemporaryDirectory() as folder:
             traced = self.fn.trace(*shapes)
             # The traces of kernels, which only GPUs have, can be named, too.
-            ProgramCache(folder, self.runner.devices)._name(traced, "")
+            ProgramCache(folder, self.runner.devices).name(traced, "")
             return traced.lower()
 
 
@@ -113,7 +113,7 @@ def check(name, bucket, count, products):
         The program, and what it writes of 1 MiB or more besides logits and attention.
     """
     options = {"count": count, "products": products}
-    key = ["decode", bucket, 4]
+    key = ["decode", bucket, 4 if bucket <= FEW_ROWS else 1]
     found = compile_for_h200(program, name, NUM_PAGES, key, False, 128, **options)
     c = preset(name)
     assert found.aliased >= pool(name, NUM_PAGES, count)

@@ -360,7 +360,7 @@ def test_nothing_is_compiled_after_the_start(llama):
         jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
     keys = {key for key, _, _ in llama.runner.programs()}
-    assert keys == set(llama.runner._compiled)
+    assert keys == set(llama.runner.table)
 
 
 def test_text_and_stop_strings(llama):

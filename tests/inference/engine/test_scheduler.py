@@ -49,6 +49,7 @@ class Server:
         self.scheduler = Scheduler(config, seed=seed)
         self.device = FakeDevice(self.scheduler, seed)
         self.lag, self.time = lag, 0.0
+        self.hints = dict  # for each plan
         self.flying = collections.deque()
         self.received = collections.defaultdict(list)
         self.ended = {}
@@ -63,7 +64,7 @@ class Server:
 
     def tick(self):
         self.time += 0.001
-        plan = self.scheduler.schedule(now=self.time)
+        plan = self.scheduler.schedule(now=self.time, **self.hints())
         if plan is not None:
             self.flying.append((plan, *self.device.dispatch(plan)))
         if plan is not None and plan.decode is not None:  # as programs are compiled
@@ -178,7 +179,12 @@ def test_everything_is_answered_as_if_alone(
         seed,
     )
     scheduler = server.scheduler
+    # At first only two may run, as where larger programs are not compiled yet.
+    scheduler.max_running = 2
+    server.hints = lambda: {h: rng.random() < 0.2 for h in ("soon", "plain")}
     for number in range(12):
+        if number == 4:
+            scheduler.max_running = scheduler.config.num_slots
         deadline = server.time + rng.random() / 20 if rng.random() < trouble else None
         request = Request(
             prompt=prompt(rng),
@@ -225,6 +231,36 @@ def requests(count, *, length=6, most=6, **fields):
         )
         for i in range(count)
     ]
+
+
+def test_long_prompts_beside_many_that_decode():
+    """One split of a step is theirs, and one is left for others."""
+    server = Server(
+        config(
+            num_pages=400, max_len=300, prefill_tokens=40, steps=4, prefix_cache=False
+        )
+    )
+    long = Request(prompt=[1] * 200, id="long", params=SamplingParams(max_tokens=2))
+    server.add(long)
+    assert [len(c.tokens) for c in server.tick().prefill] == [40]
+    server.add(*requests(3, length=4, most=250))
+    server.tick(), server.tick()  # two, then one of them
+    sizes = []
+    while (c := server.sequences["long", 0]).state is SequenceStatus.PREFILL:
+        if len(sizes) == 3:
+            server.add(*requests(1, length=7, most=250, client="b"))
+        sizes.append(
+            {x.sequence.request.id: len(x.tokens) for x in server.tick().prefill}
+        )
+    assert c.target == 200
+    assert sizes[:3] == [{"long": 8}] * 3 and sizes[3] == {"long": 8, "b0": 7}
+    assert sizes[-1] == {"long": 8}
+    plan = server.tick()
+    assert plan.decode.steps == 4 and plan.decode.drafts == 0
+    server.hints = lambda: {"soon": True}
+    assert server.tick().decode.steps == 1
+    server.run()
+    server.check_solo()
 
 
 def test_eight_pages_and_64_requests():

@@ -299,7 +299,7 @@ def test_padding_of_a_vocabulary_is_never_drawn():
 
 def test_sizes(served):
     keys = [key for key, _, _ in served.runner.programs()]
-    assert len(keys) == len(set(keys)) and set(keys) == set(served.runner._compiled)
+    assert len(keys) == len(set(keys)) and set(keys) == set(served.runner.table)
     decodes = sorted(key for key in keys if key[0] in ("decode", "speculate"))
     # The only batch has four rows, of which two or four may be in use.
     assert decodes == [

@@ -4,6 +4,7 @@ Everything around the model is real: requests, outputs, text, stop strings, even
 """
 
 import asyncio
+import contextlib
 import itertools
 import threading
 
@@ -11,6 +12,7 @@ from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduler_output import Counts, SchedulerEvent
 from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
+from jaxscale.inference.engine.timeline import Timeline
 from jaxscale.inference.request import (
     Draining,
     EngineDead,
@@ -37,6 +39,7 @@ class FakeEngine:
         self.answer, self.most = answer, most
         self.config, self.error = CONFIG, None
         self.counts, self.live, self.seen = Counts(), {}, []
+        self.timelines = []
         self.fails = None
         self.hold = None  # an asyncio.Semaphore, of which each token takes one
         self.draining = self.closed = False
@@ -54,6 +57,12 @@ class FakeEngine:
 
     def load(self):
         return Load(running=len(self.live), pages=64, pages_held=16, counts=self.counts)
+
+    @contextlib.contextmanager
+    def recorded(self):
+        self.timelines.append(Timeline())
+        yield self.timelines[-1]
+        self.timelines[-1].stop()
 
     def drain(self):
         self.draining = True

@@ -105,18 +105,24 @@ def test_documents_in_order(post, model):
     assert best == {k: v for k, v in results[0].items() if k != "document"}
 
 
-def test_calls_that_wait_are_computed_together(harness, model, monkeypatch):
+@pytest.fixture
+def passes(model, monkeypatch):
+    """The token ids of each pass; the first one waits until it may go on."""
     monkeypatch.setattr(model, "close", lambda: None)
-    sizes, encode = [], model.encoder.encode
+    found, launch = [], model.encoder.launch
     go_on = threading.Event()
 
-    def slow(texts, **options):
-        sizes.append(len(texts))
-        if len(sizes) == 1:
-            assert go_on.wait(20)
-        return encode(texts, **options)
+    def held(method, texts, *arguments, **options):
+        found.append([text.ids for text in texts])
+        assert len(found) > 1 or go_on.wait(20)
+        return launch(method, texts, *arguments, **options)
 
-    monkeypatch.setattr(model.encoder, "encode", slow)
+    monkeypatch.setattr(model.encoder, "launch", held)
+    return found, go_on
+
+
+def test_calls_that_wait_are_computed_together(harness, model, passes):
+    seen, go_on = passes
 
     async def test(client):
         def call(text):
@@ -124,19 +130,68 @@ def test_calls_that_wait_are_computed_together(harness, model, monkeypatch):
             return asyncio.create_task(client.post("/v1/embeddings", json=body))
 
         calls = [call(TEXTS[0])]
-        await settle(lambda: sizes)
+        await settle(lambda: seen)
         calls += [call(text) for text in TEXTS[1:]]
         gone = call("to")
-        await settle(lambda: model._jobs.qsize() == 3)
+        await settle(lambda: model.load().waiting == 3)
         gone.cancel()
         await asyncio.sleep(0.01)
         go_on.set()
-        return [await one for one in calls]
+        answers = [await one for one in calls]
+        return answers, (await client.get("/metrics")).text
+
+    answers, metrics = harness.run(test, model)
+    assert [len(texts) for texts in seen] == [1, 2]
+    rows = [answer.json()["data"][0]["embedding"] for answer in answers]
+    expected = model.encoder.encode(TEXTS, token_budget=64)
+    np.testing.assert_allclose(rows, expected, atol=1e-5)
+    assert model.load().waiting == 0
+    for name in ("pass_texts_count", "pass_tokens_sum", "request_queue_seconds_count"):
+        (line,) = (x for x in metrics.splitlines() if x.startswith(f"jaxscale_{name}"))
+        assert float(line.split()[1]) > 0
+
+
+def test_many_texts_hold_up_nobody(harness, model, passes):
+    """A call of one text is in the next pass, not behind all of a large one."""
+    seen, go_on = passes
+    large, small = [[7 + i % 9] * 10 for i in range(60)], [250, 9]
+
+    async def test(client):
+        def call(texts):
+            body = {"input": texts}
+            return asyncio.create_task(client.post("/v1/embeddings", json=body))
+
+        first = call(large)
+        await settle(lambda: seen)
+        second = call([small])
+        await settle(lambda: model.load().waiting == 1)
+        go_on.set()
+        return await first, await second
 
     answers = harness.run(test, model)
-    assert sizes == [1, 2]
-    rows = [answer.json()["data"][0]["embedding"] for answer in answers]
-    np.testing.assert_allclose(rows, encode(TEXTS, token_budget=64), atol=1e-5)
+    assert small in seen[1] and len(seen) > 5  # six texts of ten tokens in each
+    for answer, given in zip(answers, (large, [small]), strict=True):
+        rows = [entry["embedding"] for entry in answer.json()["data"]]
+        expected = model.encoder.encode(given, token_budget=64)
+        np.testing.assert_allclose(rows, expected, atol=1e-5)
+
+
+def test_a_pass_that_fails_ends_its_own_calls(harness, model, monkeypatch):
+    monkeypatch.setattr(model, "close", lambda: None)
+    read = model.encoder.read
+    monkeypatch.setattr(model.encoder, "read", lambda launched: 1 / 0)
+
+    async def test(client):
+        body = {"input": TEXTS}
+        broken = await client.post("/v1/embeddings", json=body)
+        monkeypatch.setattr(model.encoder, "read", read)
+        whole = await client.post("/v1/embeddings", json=body)
+        ready = await client.get("/ready")
+        return broken.status_code, whole.status_code, ready.json()
+
+    *codes, ready = harness.run(test, model)
+    assert codes == [500, 200] and model.load().waiting == 0
+    assert ready["status"] == "ready" and 0 < ready["compiled"] <= ready["programs"]
 
 
 def test_scores_by_angle(post, model):

@@ -1,0 +1,215 @@
+"""The compiled programs of an engine, and which of them stand in for others."""
+
+import concurrent.futures
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxscale.inference.engine.program_cache import ProgramCache
+from jaxscale.inference.engine.programs import ADAPTED
+
+
+type Key = tuple[Any, ...]
+"""Name and sizes of a program."""
+
+type Program = tuple[Key, Any, tuple[Any, ...]]
+"""Key, jitted function and input shapes."""
+
+_FIRST_ROWS = 128  # of the batch whose programs are compiled first
+_log = logging.getLogger(__name__)
+
+
+class ProgramTable(dict[Key, Callable[..., Any]]):
+    """Compiled programs by key; a call takes the smallest that can do it.
+
+    A program of more rows or tokens does what one of fewer does, and one with adapters
+    what the same without does. So few are enough to begin with.
+
+    Example:
+        >>> table = ProgramTable([2, 8], [(16, 64)], adapted=False)
+        >>> table["decode", 8, 1] = table["decode", 2, 1] = print
+        >>> table.decode(4, 1, 0, adapted=False)
+        ('decode', 8, 1)
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[int],
+        prefills: Sequence[tuple[int, int]],
+        *,
+        adapted: bool,
+    ) -> None:
+        """Nothing is compiled yet.
+
+        Args:
+            buckets: Rows of the decode programs, ascending.
+            prefills: Tokens and keys of the prefill programs, the smallest first.
+            adapted: Whether there are programs with adapters.
+        """
+        super().__init__()
+        self._buckets, self._prefills = buckets, prefills
+        self._general = ADAPTED if adapted else ""
+        self._total, self._stopped = 0, False
+
+    # Which are there.
+
+    @property
+    def num_compiled(self) -> tuple[int, int]:
+        """Programs that are compiled, and all that there will be."""
+        return len(self), max(len(self), self._total)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all are compiled."""
+        return len(self) >= self._total
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest batch that can be decoded, whatever its requests ask."""
+        kind = self._general
+        found = [
+            bucket
+            for bucket in self._buckets
+            if _decode(bucket, 1, 0, kind) in self
+            and ("forward" + kind, bucket) in self
+            and ("sample", bucket) in self
+        ]
+        return max(found, default=self._buckets[-1])
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether prompts can have log-probabilities."""
+        tokens, keys = self._prefills[-1]
+        return ("prefill" + self._general, tokens, keys, True) in self
+
+    # Which does a call.
+
+    def decode(self, bucket: int, steps: int, drafts: int, *, adapted: bool) -> Key:
+        """The program of decode steps."""
+        return self._first(
+            _decode(rows, steps, drafts, kind)
+            for rows, kind in self._fitting(bucket, adapted)
+        )
+
+    def forward(self, bucket: int, *, adapted: bool) -> Key:
+        """The program of logits, for as many rows as one that samples from them."""
+        return self._first(
+            ("forward" + kind, rows)
+            for rows, kind in self._fitting(bucket, adapted)
+            if ("sample", rows) in self
+        )
+
+    def prefill(self, tokens: int, keys: int, *, scored: bool, adapted: bool) -> Key:
+        """The program of prompts."""
+        sizes = self._prefills[-1:] if scored else self._prefills
+        return self._first(
+            ("prefill" + kind, t, k, scored)
+            for t, k in sizes
+            if tokens <= t and keys <= k
+            for kind in self._kinds(adapted)
+        )
+
+    def _first(self, keys: Iterable[Key]) -> Key:
+        return next(key for key in keys if key in self)
+
+    def _fitting(self, bucket: int, adapted: bool) -> Iterator[tuple[int, str]]:
+        for rows in self._buckets:
+            if rows >= bucket:
+                yield from ((rows, kind) for kind in self._kinds(adapted))
+
+    def _kinds(self, adapted: bool) -> Iterable[str]:
+        return dict.fromkeys((ADAPTED if adapted else "", self._general))
+
+    # How they are made.
+
+    def order(self, programs: Iterable[Program]) -> tuple[list[Program], list[Program]]:
+        """Programs that are needed at first, and the others, the most wanted first."""
+        ranked = sorted(programs, key=lambda program: self._rank(program[0]))
+        first = [program for program in ranked if not self._rank(program[0])]
+        return first, ranked[len(first) :]
+
+    def compile(
+        self,
+        first: Sequence[Program],
+        behind: Sequence[Program],
+        *,
+        scope: Callable[[], contextlib.AbstractContextManager[Any]],
+        cache: ProgramCache | None,
+        placement: str,
+        progress: Callable[[], None] | None,
+    ) -> None:
+        """Compile programs, several at a time.
+
+        Args:
+            first: Those that are waited for.
+            behind: Those that go on in the background.
+            scope: In which they are traced.
+            cache: Cache of compiled programs.
+            placement: Names the shardings of the results.
+            progress: Called after each program that is waited for.
+        """
+        self._total = len(first) + len(behind)
+        lowering = threading.Lock()  # Python, which the engine needs, too
+
+        def one(program: Program) -> None:
+            key, fn, shapes = program
+            if self._stopped or not threading.main_thread().is_alive():
+                return
+            # The meaning of a key is in the code, on which the cache depends.
+            where = [key, placement, [x.sharding for x in jax.tree.leaves(shapes)]]
+            with scope():
+                with lowering:
+                    traced = fn.trace(*shapes)
+                    name = "" if cache is None else cache.name(traced, repr(where))
+                found = None if cache is None else cache.load(name)
+                if found is None:
+                    with lowering:
+                        lowered = traced.lower()
+                    found = lowered.compile()
+                    if cache is not None:
+                        cache.store(name, found)
+            self[key] = found
+
+        pool = concurrent.futures.ThreadPoolExecutor()
+        futures = [pool.submit(one, program) for program in (*first, *behind)]
+        pool.shutdown(wait=False)
+        for future in concurrent.futures.as_completed(futures[: len(first)]):
+            future.result()
+            if progress is not None:
+                progress()
+        for future in futures[len(first) :]:
+            future.add_done_callback(_say_failure)
+
+    def stop(self) -> None:
+        """Begin no more programs."""
+        self._stopped = True
+
+    def _rank(self, key: Key) -> int:
+        """0 for what is needed at first, then the more the later."""
+        name, adapted = key[0].removesuffix(ADAPTED), key[0].endswith(ADAPTED)
+        general = adapted == bool(self._general)
+        if name in ("decode", "forward", "sample"):
+            rows = (b for b in self._buckets if b >= _FIRST_ROWS)
+            first = key[1] == next(rows, self._buckets[-1])
+            single = name != "decode" or key[2] == 1
+            if first and single and (general or name == "sample"):
+                return 0
+            return 1 if name == "decode" and single else 2
+        if name == "prefill":
+            *sizes, scored = key[1:]
+            whole = tuple(sizes) == self._prefills[-1]
+            return 0 if whole and general and not scored else 1
+        return 3 if name == "speculate" else 0
+
+
+def _say_failure(future: concurrent.futures.Future[None]) -> None:
+    if (error := future.exception()) is not None:
+        _log.error("a program cannot be compiled; a larger one stands in: %r", error)
+
+
+def _decode(bucket: int, steps: int, drafts: int, kind: str) -> Key:
+    return (("speculate" if drafts else "decode") + kind, bucket, steps)

@@ -1,0 +1,138 @@
+"""Programs that are compiled behind, and what stands in for them meanwhile."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+from jaxscale.inference import Overloaded
+from jaxscale.inference.engine.program_table import ProgramTable
+from tests.inference.engine.test_engine import PROMPTS, SETTINGS
+
+
+class Jitted:
+    """A function that is compiled once it may be."""
+
+    def __init__(self, go_on, error=None):
+        self.go_on, self.error = go_on, error
+
+    def trace(self):
+        return self
+
+    def lower(self):
+        return self
+
+    def compile(self):
+        assert self.go_on.wait(60)
+        if self.error is not None:
+            raise self.error
+        return print
+
+
+KEYS = [
+    ("update",),
+    *(("sample", bucket) for bucket in (2, 128, 256)),
+    *(("decode", bucket, steps) for bucket in (2, 128, 256) for steps in (1, 4)),
+    ("speculate", 2, 1),
+    *(("forward", bucket) for bucket in (2, 128, 256)),
+    *(("prefill", tokens, 512, scored) for tokens in (64, 256) for scored in (0, 1)),
+]
+
+
+def table(keys=(), adapted=False):
+    made = ProgramTable([2, 128, 256], [(64, 512), (256, 512)], adapted=adapted)
+    made.update(dict.fromkeys(keys, print))
+    return made
+
+
+def test_few_are_waited_for_and_do_everything(caplog):
+    now, later = threading.Event(), threading.Event()
+    made = table()
+    first, behind = made.order([(key, None, ()) for key in KEYS])
+    assert {key for key, *_ in first} == {
+        ("update",),
+        ("sample", 128),
+        ("decode", 128, 1),
+        ("forward", 128),
+        ("prefill", 256, 512, False),
+    }
+    # Steps of one token and prompts, before what is asked for less.
+    order = [key for key, *_ in behind]
+    assert order.index(("decode", 2, 1)) < order.index(("decode", 2, 4))
+    assert order[-1] == ("speculate", 2, 1)
+    now.set()
+    broken = Jitted(later, RuntimeError("no memory"))
+    made.compile(
+        [(key, Jitted(now), ()) for key, *_ in first],
+        [
+            (key, broken if key == ("sample", 2) else Jitted(later), ())
+            for key, *_ in behind
+        ],
+        scope=contextlib.nullcontext,
+        cache=None,
+        placement="",
+        progress=None,
+    )
+    assert not made.whole and made.num_compiled == (5, len(KEYS))
+    assert made.max_rows == 128 and not made.scores_prompts
+    assert made.decode(2, 1, 0, adapted=False) == ("decode", 128, 1)
+    assert made.forward(2, adapted=False) == ("forward", 128)
+    assert made.prefill(3, 9, scored=False, adapted=False)[1] == 256
+    later.set()
+    end = time.monotonic() + 60
+    while made.num_compiled[0] < len(KEYS) - 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert made.max_rows == 256 and made.scores_prompts and not made.whole
+    assert made.decode(2, 4, 0, adapted=False) == ("decode", 2, 4)
+    # As many rows as a program has that samples from them.
+    assert made.forward(2, adapted=False) == ("forward", 128)
+    assert made.prefill(3, 9, scored=False, adapted=False)[1] == 64
+    assert "no memory" in caplog.text
+
+
+def test_programs_with_adapters_do_what_others_do():
+    keys = [("decode_lora", 128, 1), ("forward_lora", 128), ("sample", 128)]
+    made = table(keys, adapted=True)
+    for adapted in (False, True):
+        assert made.decode(2, 1, 0, adapted=adapted) == ("decode_lora", 128, 1)
+    assert made.max_rows == 128
+    made["decode", 128, 1] = print
+    assert made.decode(2, 1, 0, adapted=False) == ("decode", 128, 1)
+
+
+@pytest.fixture
+def few(llama, monkeypatch):
+    """A runner with the first programs only."""
+    whole = llama.runner.table
+    made = ProgramTable(whole._buckets, whole._prefills, adapted=False)
+    first, _ = made.order((key, None, ()) for key in whole)
+    made.update({key: whole[key] for key, *_ in first})
+    made._total = len(whole)
+    monkeypatch.setattr(llama.runner, "table", made)
+    return whole, made
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_requests_do_not_see_which_programs_are_there(llama, few, name):
+    whole, made = few
+    results = []
+    for _ in range(2):
+        run = llama.run()
+        run.add("beside", PROMPTS["page"], max_tokens=20)
+        run.add(name, PROMPTS["long"], max_tokens=12, **SETTINGS[name])
+        run.finish()
+        results.append(run.result(name))
+        made.update(whole)
+    assert results[0] == results[1]
+
+
+def test_log_probabilities_of_prompts_wait_for_their_program(llama, few):
+    whole, made = few
+    run = llama.run()
+    with pytest.raises(Overloaded, match="are being compiled"):
+        run.add("a", PROMPTS["page"], max_tokens=2, prompt_logprobs=1)
+    made.update(whole)
+    run.add("a", PROMPTS["page"], max_tokens=2, prompt_logprobs=1)
+    run.finish()
+    assert run.result("a")[2] == "length"
