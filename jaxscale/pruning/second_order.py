@@ -15,7 +15,7 @@ Legend: K input features, N output features, L layers.
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -101,7 +101,7 @@ def update_weights(
         placed = jax.device_put(
             new.reshape(old.shape).astype(kernel.dtype), kernel.sharding
         )
-        layer.kernel = layer.kernel.replace(placed)
+        layer.kernel = cast("nnx.Param[Any]", layer.kernel.replace(placed))
         return layer
 
     changes = {name: functools.partial(change, name) for name in masks}

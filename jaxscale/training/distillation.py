@@ -168,7 +168,7 @@ class DistillationLoss:
             hidden,
             batch.likely,
             batch.probability,
-            own.loss_mask,
+            jnp.asarray(own.loss_mask),
         )
         return (1 - self.share) * loss + self.share * taught.sum(), sums
 
