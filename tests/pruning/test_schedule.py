@@ -1,6 +1,7 @@
 """Schedules, and training under masks in `fit`."""
 
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -93,8 +94,7 @@ class Watch:
 
 
 @pytest.mark.parametrize(
-    "pattern, kind",
-    [("tw", "adamw"), ("tew", "lamb"), ("2:4", "adamw"), ("tw", "muon")],
+    "pattern, kind", [("tew", "lamb"), ("2:4", "adamw"), ("tw", "muon")]
 )
 def test_a_pruned_weight_never_comes_back(pattern, kind, tmp_path):
     sparsity = 0.5 if pattern == "2:4" else 0.75
@@ -168,22 +168,25 @@ class Both:
 def test_an_interrupted_run_continues_with_its_masks(tmp_path):
     stages = (Stage(step=0, sparsity=0.25), Stage(step=4, sparsity=0.5))
 
-    def train(path, steps):
+    def train(path):
         pruner = Pruner(TILES, stages)
         model = pruner.start(decoder())
         schedule = dataclasses.replace(OPTIMIZER, schedule="constant")
-        config = dataclasses.replace(settings(path, steps=steps), optimizer=schedule)
-        result, _ = run(
+        config = dataclasses.replace(settings(path), optimizer=schedule)
+        result, writer = run(
             config,
             model=model,
             hooks=[pruner],
             gradient_transforms=[pruner.transform],
         )
-        return result.state, pruner.masks_of(result.state)
+        return result.state, pruner.masks_of(result.state), list(writer.losses())
 
-    whole, masks = train(tmp_path / "whole", 6)
-    train(tmp_path / "cut", 3)
-    resumed, again = train(tmp_path / "cut", 6)
+    whole, masks, _ = train(tmp_path / "whole")
+    # Back to the checkpoint of step 3.
+    cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(cut / "checkpoints" / "6")
+    resumed, again, steps = train(cut)
+    assert steps == [4, 5, 6]
     assert masks.sparsity == again.sparsity == 0.5
     assert masks.config == again.config == TILES.with_sparsity(0.5)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
