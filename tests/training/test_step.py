@@ -170,15 +170,18 @@ def test_each_number_that_is_not_finite_skips_the_update(part):
         total, sums = LOSS(model, batch)
         if part == "gradient":  # the root of zero has an infinite derivative
             return total + jnp.sqrt(0 * jnp.sum(model.output[...])), sums
-        return total, sums._replace(**{part: jnp.inf * jnp.ones(())})
+        bad = {part: jnp.inf * jnp.ones(())}
+        return total, sums._replace(inputs=sums.tokens + 7, **bad)
 
     step = make_train_step(
         accumulated(loss), optimizer, schedule=make_schedule(CONFIG, STEPS)
     )
     state = fresh(optimizer)
     before = arrays((state.model, state.opt_state))
-    state, metrics = step(state, toy.batch(0))
+    state, metrics = step(state, batch := toy.batch(0))
     assert np.isfinite(metrics["loss"]) == (part != "nll")
+    if part != "gradient":  # the loss says what the model read
+        assert int(metrics["tokens"]) == int(batch.loss_mask.sum()) + 7
     assert (int(state.step), int(state.skipped), int(metrics["skipped"])) == (1, 1, 1)
     for x, y in zip(arrays((state.model, state.opt_state)), before, strict=True):
         np.testing.assert_array_equal(x, y)
