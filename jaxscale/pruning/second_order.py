@@ -101,7 +101,8 @@ def update_weights(
         placed = jax.device_put(
             new.reshape(old.shape).astype(kernel.dtype), kernel.sharding
         )
-        layer.kernel = layer.kernel.replace(placed)
+        changed: Any = layer.kernel.replace(placed)
+        layer.kernel = changed
         return layer
 
     changes = {name: functools.partial(change, name) for name in masks}
