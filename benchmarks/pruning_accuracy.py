@@ -48,7 +48,13 @@ from benchmarks.measure.harness import (
     Results,
 )
 from benchmarks.workloads import byte_text
-from benchmarks.workloads.scored import MORE, PATTERNS, Scored, multiplied
+from benchmarks.workloads.scored import (
+    MORE,
+    PATTERNS,
+    SCORED,
+    Scored,
+    multiplied,
+)
 from jaxscale import models, pruning, training
 
 

@@ -192,7 +192,7 @@ def _pair_loss(model: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
 def _rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
     """Spearman's, of values without ties."""
     ranks = [np.argsort(np.argsort(x.ravel())) for x in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def measure(

@@ -119,9 +119,9 @@ def coming_rows(
     """The groups of rows with an input feature that is not pruned."""
     height = matrix.scores.shape[0]
     comes = np.ones(height, np.bool_)
-    before = matrix.fed_by
-    if _together(config) and before is not None and before in place:
-        comes = np.isin(np.arange(height), columns[place[before]])
+    feeder = place.get(matrix.fed_by or "")
+    if _together(config) and feeder is not None:
+        comes = np.isin(np.arange(height), columns[feeder])
     return comes.reshape(-1, config.k_granularity).any(1)  # [K] to [K / rows]
 
 

@@ -15,7 +15,7 @@ Legend: K input features, N output features, L layers.
 
 import functools
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -101,7 +101,8 @@ def update_weights(
         placed = jax.device_put(
             new.reshape(old.shape).astype(kernel.dtype), kernel.sharding
         )
-        layer.kernel = cast("nnx.Param[Any]", layer.kernel.replace(placed))
+        changed: Any = layer.kernel.replace(placed)
+        layer.kernel = changed
         return layer
 
     changes = {name: functools.partial(change, name) for name in masks}

@@ -173,7 +173,7 @@ class DistillationLoss:
         return (1 - self.share) * loss + self.share * taught.sum(), sums
 
 
-def _in_chunks(function: Callable[..., Any], size: int, *rows: Array) -> Any:
+def _in_chunks(function: Callable[..., Any], size: int, *rows: Any) -> Any:
     """The results of `function` for chunks of positions, one after another, stacked.
 
     Args:
