@@ -3,10 +3,11 @@
 `device` is the device that a kernel is built for, `tile_scheduler` which tile a block
 computes, `copies` shared memory and what fills it, `lanes` what lanes do with registers
 (masks, rows, columns, votes), `pipeline` the roles of warpgroups and the ring between
-them, `manual_axes` the marks of `jax.shard_map`, and `aliases` names for what Pallas
-gives no type to.
+them, `manual_axes` the marks of `jax.shard_map`, `aliases` names for what Pallas gives
+no type to, and `layout_order` makes JAX's layout inference faster.
 """
 
+from pallas_kernels.mosaic import layout_order
 from pallas_kernels.mosaic.copies import smem_bytes, smem_transforms
 from pallas_kernels.mosaic.device import (
     H200,
@@ -25,6 +26,8 @@ from pallas_kernels.mosaic.manual_axes import (
 )
 from pallas_kernels.mosaic.tile_scheduler import largest_divisor, snake_order
 
+
+layout_order.install()
 
 __all__ = [
     "H200",

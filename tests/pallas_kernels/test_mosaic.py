@@ -1,15 +1,23 @@
 """Which device kernels are built for."""
 
 import dataclasses
+import random
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.mosaic.gpu import constraints
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul import matmul
-from pallas_kernels.mosaic import H200, DeviceSpec, resident_clusters, use_device
+from pallas_kernels.mosaic import (
+    H200,
+    DeviceSpec,
+    layout_order,
+    resident_clusters,
+    use_device,
+)
 
 
 def gpu(capability):
@@ -78,3 +86,24 @@ def test_a_device_without_room_for_a_cluster():
         Unsupported, match="an op needs clusters of 2 blocks and one has"
     ):
         resident_clusters(2, small, "an op")
+
+
+def test_equal_variables_are_those_of_jax():
+    """Of random equations; only the order may be another."""
+    rng = random.Random(0)
+    for _ in range(30):
+        variables = [constraints.Variable(i) for i in range(12)]
+        system = constraints.ConstraintSystem(
+            constraints=[
+                constraints.Equals(*rng.choices(variables, k=2)) for _ in range(9)
+            ]
+        )
+        found, expected = (
+            {variable: sorted(others, key=str) for variable, others in each.items()}
+            for each in (
+                layout_order.equal_variables(system),
+                layout_order.named(system),
+            )
+        )
+        assert found == expected and any(found.values())
+    assert constraints.compute_transitively_equal_vars is layout_order.equal_variables
