@@ -70,7 +70,7 @@ def _bytetransformer() -> list[str]:
         ]
         parts.append(_box(x, 56, length * 5.6 - 1, 12, color))
         x += length * 5.6
-    return [*parts, _text(0, 86, "sequences without padding", GRAY)]
+    return [*parts, _text(0, 86, "packed sequences", GRAY)]
 
 
 def _flover() -> list[str]:
@@ -121,11 +121,11 @@ PANELS = (
 
 
 def systems() -> str:
-    """The idea of each system, three beside each other: a telephone is narrow."""
+    """The idea of each system, two beside each other: a telephone is narrow."""
     step, height = 190, 166
     parts = []
     for i, (name, what, draw) in enumerate(PANELS):
-        x, y = 14 + i % 3 * step, 64 + i // 3 * height
+        x, y = 14 + i % 2 * step, 64 + i // 2 * height
         parts += [
             f'<g transform="translate({x},{y})">',
             _text(0, -40, f"{i + 1}. {name}", size=16),
@@ -133,7 +133,7 @@ def systems() -> str:
             *draw(),
             "</g>",
         ]
-    return svg.document(3 * step, 2 * height, parts)
+    return svg.document(2 * step, 3 * height, parts)
 
 
 PICTURES = {

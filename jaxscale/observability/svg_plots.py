@@ -19,6 +19,7 @@ _INSIDE_HEIGHT = _HEIGHT - _TOP - _BOTTOM
 _COLORS = ("#3f83c7", "#d9822b", "#4f9d49", "#8b7bb5", "#c0504d", "#5b6876")
 _MOST_POINTS = 1000
 _MOST_TITLES = 200
+_MOST_DOTS = 60
 
 type Line = tuple[str, Sequence[float], Sequence[float]]
 """Name, horizontal positions and values."""
@@ -71,9 +72,10 @@ def lines(
                 )
             run = []
         shown = places[:: -(-len(places) // _MOST_TITLES) or 1]
+        seen = "" if len(places) <= _MOST_DOTS else " fill-opacity='0'"
         parts += [
             f"<circle cx='{across.at(x[i]):.1f}' cy='{up.at(y[i]):.1f}' r='3' "
-            f"fill='{color}'><title>{html.escape(name)}: {y[i]:.4g} at {x[i]:g}"
+            f"fill='{color}'{seen}><title>{html.escape(name)}: {y[i]:.4g} at {x[i]:g}"
             "</title></circle>"
             for i in shown
             if drawable(y[i])

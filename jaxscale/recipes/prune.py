@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -30,6 +31,7 @@ from jaxscale.pruning import (
     dense_layers,
     input_products,
     magnitude_scores,
+    mask_gradients,
     one_shot,
     paper_stages,
     sparsegpt_scores,
@@ -319,7 +321,7 @@ def prune_and_tune(
     assert eval_data is not None
     lessons = _lessons(config, train_data, model, tune)
     loss = next_token_loss(chunk_size=config.loss_chunk)
-    eval_step = make_eval_step(loss)
+    eval_step = make_eval_step(loss, rules=config.axis_rules)
 
     def measure(model: Any) -> Evaluation:
         with jax.set_mesh(mesh):
@@ -361,13 +363,14 @@ def prune_and_tune(
         )
         if result.interrupted:
             raise KeyboardInterrupt
-        control = _control(config, model, text) if tune.control else None
+        masks = pruner.masks_of(result.state)
+        control = _control(config, model, text, masks) if tune.control else None
     if control is not None:
         say(f"held-out loss of the dense model trained as long {control.loss:.3f}")
     return Pruned(
         control=control,
         result=result,
-        masks=pruner.masks_of(result.state),
+        masks=masks,
         scores=first,
         before=before,
         after=after,
@@ -396,15 +399,24 @@ def _lessons(
     }
 
 
-def _control(config: TrainConfig, model: Any, text: TextData) -> Evaluation | None:
-    """The dense model after as many steps on the same batches, which is then gone."""
+def _control(
+    config: TrainConfig, model: Any, text: TextData, masks: Masks
+) -> Evaluation | None:
+    """The dense model after as many steps on the same batches, which is then gone.
+
+    Its masks keep everything: so its step is the program that a compilation cache has
+    from the training under `masks`.
+    """
     train_data, eval_data = packed_batches(config, text)
+    every = {name: np.ones_like(kept) for name, kept in masks.kept.items()}
+    whole = dataclasses.replace(masks, kept=every, tiled=every)
     with tempfile.TemporaryDirectory(prefix="jaxscale-control-") as directory:
         result = fit(
             dataclasses.replace(config, output_dir=directory),
             train_data=train_data,
             eval_data=eval_data,
             model=jax.tree.map(jnp.copy, model),  # fit takes what it is given
+            gradient_transforms=[mask_gradients(whole)],
             writers=(),
         )
     if result.interrupted:

@@ -27,7 +27,7 @@ _SLOTS = 8
 _TOKENS = (64, 24, 40, 56, 32)  # of the answers, in turns
 _GAP = 0.03  # seconds between requests
 _SIZES = EngineConfig(
-    num_slots=_SLOTS, buckets=(_SLOTS,), max_len=128, prefill_tokens=(64,)
+    num_slots=_SLOTS, buckets=(_SLOTS,), max_len=128, prefill_tokens=(64,), steps=1
 )
 _WIDTH, _ROW, _LEFT = 860, 22, 60  # pixels
 

@@ -11,24 +11,23 @@ from jaxscale.checks import private_folder
 
 
 @contextlib.contextmanager
-def programs_in(folder: Path, platform: str) -> Iterator[None]:
-    """Context in which JAX caches its programs for GPUs in `folder`.
+def programs_in(folder: Path) -> Iterator[None]:
+    """Context in which JAX caches its compiled programs in `folder`.
 
     On a GPU, XLA autotunes each matmul at every start, and another choice rounds
     differently. A resumed run that uses its first programs avoids that, and the time to
     compile. A cache that JAX has already (``JAX_COMPILATION_CACHE_DIR``, which a
     supervisor sets) does the same and is kept. On a CPU programs do not depend on
-    timing.
+    timing, but on the machine: keep them no longer than the process.
 
     Args:
         folder: Directory of the run; loading a program can run any code, so only the
             user may write there.
-        platform: Platform of the devices.
 
     Raises:
         ValueError: others may write to the folder, or it cannot be made.
     """
-    if platform != "gpu" or jax.config.jax_compilation_cache_dir:
+    if jax.config.jax_compilation_cache_dir:
         yield
         return
     jax.config.update("jax_compilation_cache_dir", str(private_folder(folder)))

@@ -175,8 +175,8 @@ def fit(
         file = directory / f"events-{jax.process_index()}.jsonl"
         stack.enter_context(events.written_to(file))
         events.emit(phases.LAYOUT, 0, **layout_args(mesh, jax.process_index(), config))
-        platform = mesh.devices.flat[0].platform
-        stack.enter_context(programs_in(directory / "programs", platform))
+        if mesh.devices.flat[0].platform == "gpu":
+            stack.enter_context(programs_in(directory / "programs"))
         # Before the checkpointer, which is closed when the last checkpoint is written.
         asked_to_stop = stack.enter_context(stop_on_signal())
         checkpoints = stack.enter_context(_checkpointer(config))

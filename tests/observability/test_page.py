@@ -282,7 +282,7 @@ function probe() {
   const inside = sizeOf(drawing().querySelector("svg"));
   const X = scale(...spread(data.loss.loss[0], 0.02), inside.left, inside.right);
   const tell = (kind, x, buttons = 0) => drawing().dispatchEvent(new PointerEvent(
-    kind, {clientX: X(x), clientY: inside.top + 40, buttons}));
+    kind, {clientX: X(x), clientY: inside.bottom - 30, buttons}));
   tell("pointermove", 7);
   shown.tip = at("tip").hidden ? "" : at("tip").textContent;
   tell("pointerdown", 4, 1); tell("pointermove", 8, 1); tell("pointerup", 8);

@@ -26,7 +26,7 @@ def entries(folder):
 
 def test_programs_are_kept_and_found(tmp_path):
     folder = tmp_path / "programs"
-    with programs_in(folder, "gpu"):
+    with programs_in(folder):
         run(5)
     first = entries(folder)
     assert any(name.startswith("jit__lambda") for name in first)
@@ -34,7 +34,7 @@ def test_programs_are_kept_and_found(tmp_path):
     assert entries(folder) == first
     jax.clear_caches()
     written = {path: path.stat().st_mtime_ns for path in folder.glob("*-cache")}
-    with programs_in(folder, "gpu"):
+    with programs_in(folder):
         run(5)
     assert entries(folder) == first
     assert written == {path: path.stat().st_mtime_ns for path in written}
@@ -43,31 +43,29 @@ def test_programs_are_kept_and_found(tmp_path):
 
 def test_a_folder_that_others_write_to_is_refused(tmp_path):
     folder = tmp_path / "programs"
-    with programs_in(folder, "gpu"):
+    with programs_in(folder):
         assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
     with (
         pytest.raises(
             ValueError, match=rf"others may write to {folder}, and .* delete"
         ),
-        programs_in(folder, "gpu"),
+        programs_in(folder),
     ):
         pass
 
 
 def test_an_error_leaves_no_cache_behind(tmp_path):
-    with pytest.raises(KeyError), programs_in(tmp_path / "programs", "gpu"):
+    with pytest.raises(KeyError), programs_in(tmp_path / "programs"):
         raise KeyError
     assert jax.config.jax_compilation_cache_dir is None
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_others_are_left_alone(tmp_path, platform):
-    """A CPU has no need of them, and JAX may have a cache."""
-    own = str(tmp_path / "own") if platform == "gpu" else None
+def test_a_cache_that_jax_has_is_kept(tmp_path):
+    own = str(tmp_path / "own")
     jax.config.update("jax_compilation_cache_dir", own)
     try:
-        with programs_in(tmp_path / "programs", platform):
+        with programs_in(tmp_path / "programs"):
             assert jax.config.jax_compilation_cache_dir == own
             run(7)
         assert jax.config.jax_compilation_cache_dir == own
