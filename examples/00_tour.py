@@ -169,12 +169,12 @@ plt.show()
 # ## Hugging Face and back
 #
 # `models.save` writes `config.json`, safetensors and the tokenizer, which transformers
-# reads; `models.load` streams such a directory, ours or a downloaded one,
+# reads; `Decoder.from_pretrained` streams such a directory, ours or a downloaded one,
 # tensor by tensor to where it belongs.
 
 # %%
 models.save(restored.state.model, folder / "exported", tokenizer=text.tokenizer)
-model = models.load(folder / "exported")
+model = models.Decoder.from_pretrained(folder / "exported")
 print(sorted(path.name for path in (folder / "exported").iterdir()))
 
 # %% [markdown]
@@ -208,6 +208,6 @@ llm.close()
 ids = text.tokenizer.encode(prompts[0])
 with jax.set_mesh(sharding.make_mesh(flat.mesh)):
     sharded = restored.state.model(np.array([ids] * count))
-whole = model(np.array([ids]))
+whole = model(jax.numpy.array([ids]))
 assert np.allclose(sharded[:1], whole, atol=1e-4), "the exported model differs"
 print("trained, saved, restored, exported and generated")

@@ -44,7 +44,7 @@ import jax
 
 from jaxscale.inference import EngineConfig, follow, make_engine
 from jaxscale.inference.server import EngineBackend, ServerConfig, TextModel, serve
-from jaxscale.models import GenerationConfig, Tokenizer
+from jaxscale.models import Decoder, GenerationConfig, Tokenizer
 from jaxscale.sharding import fsdp_tp, initialize, make_mesh
 
 
