@@ -31,7 +31,6 @@ import tempfile
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 
 # Four simulated devices, so that sharding is real; a machine with GPUs uses those.
@@ -209,6 +208,6 @@ llm.close()
 ids = text.tokenizer.encode(prompts[0])
 with jax.set_mesh(sharding.make_mesh(flat.mesh)):
     sharded = restored.state.model(np.array([ids] * count))
-whole = model(jnp.array([ids]))
+whole = model(jax.numpy.array([ids]))
 assert np.allclose(sharded[:1], whole, atol=1e-4), "the exported model differs"
 print("trained, saved, restored, exported and generated")

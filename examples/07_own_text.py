@@ -35,7 +35,6 @@ import tempfile
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from flax import nnx
@@ -214,7 +213,7 @@ assert not answers.keys() & set(names)
 prompts = [chat.encode(question(name)) for name in names]
 likeliest = {}
 for where in ("model", "merged"):
-    logits = models.load(folder / where)(jnp.array(prompts[:1]))[0, -1]
+    logits = models.load(folder / where)(jax.numpy.array(prompts[:1]))[0, -1]
     shares = jax.nn.softmax(logits)
     tokens = np.argsort(-shares)[:4]
     likeliest[where] = [tokenizer.decode([int(token)]) for token in tokens]

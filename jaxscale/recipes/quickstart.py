@@ -192,7 +192,7 @@ def prune(session: Session) -> str:
     config = tuning_config(
         dense,
         steps=max(1, session.config.steps // 4),
-        # That of the last steps: a higher one costs the dense model what it had learned.
+        # That of the last steps: a higher one harms the dense model, too.
         learning_rate=dense.optimizer.learning_rate / 10,
         mesh=dense.mesh,
         output_dir=directory,
