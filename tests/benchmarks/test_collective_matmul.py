@@ -243,7 +243,6 @@ REAL = [
     params("reduce_scatter", 4, 2048, 4096, 4096),
     params("all_reduce", 2, 64, 8192, 8192),
     params("all_reduce", 2, 1, 4096, 4096),
-    params("all_gather", 2, 16, 6144, 4096),
 ]
 
 

@@ -10,6 +10,8 @@ from benchmarks.measure import command
 from jaxscale import models, training
 
 
+pytestmark = pytest.mark.usefixtures("compile_once")
+
 PARAMS = training_loop.BENCHMARK.quick_cases[0].params
 
 

@@ -32,10 +32,9 @@ from jaxscale.training.pretrained import load_model
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 TEXTS = [f"The number {i} follows {i - 1}. " for i in range(24)]
-SMALL = [
-    *("--data.seq-len", "32", "--data.held-out-fraction", "0.3"),
-    *("--dtype", "float32"),
-]
+SMALL = ["--data.seq-len", "32", "--dtype", "float32"]
+HELD_OUT = ["--data.held-out-fraction", "0.3"]
+NONE_HELD_OUT = ["--data.held-out-fraction", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +112,8 @@ def continuations(directory, lora=None, **options):
 def test_weights_go_in_and_come_out(decoder, notes, command, tmp_path):
     """Steps that change nothing leave the file as it was; steps that do continue it."""
     run, out = tmp_path / "run", tmp_path / "out"
-    options = [*SMALL, "--data.paths", notes, "--optimizer.weight-decay", "0"]
+    options = [*SMALL, *NONE_HELD_OUT, "--data.paths", notes]
+    options += ["--optimizer.weight-decay", "0"]
     still = ["--optimizer.learning-rate", "1e-30", "--steps", "1"]
     code, _, err = command(
         "train", "--from", decoder, *options, *still, "--output-dir", run
@@ -161,7 +161,7 @@ def test_weights_go_in_and_come_out(decoder, notes, command, tmp_path):
 def test_a_type_is_chosen_and_files_are_split(decoder, notes, command, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     code, _, err = command(
-        *("train", "--from", decoder, *SMALL, "--data.paths", notes),
+        *("train", "--from", decoder, *SMALL, *NONE_HELD_OUT, "--data.paths", notes),
         *("--steps", 1, "--output-dir", run),
     )
     assert code == 0, err
@@ -175,7 +175,7 @@ def test_a_type_is_chosen_and_files_are_split(decoder, notes, command, tmp_path)
 def test_adapters_are_trained_saved_and_merged(decoder, notes, command, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     arguments = [
-        *("train", "--from", decoder, *SMALL, "--data.paths", notes),
+        *("train", "--from", decoder, *SMALL, *NONE_HELD_OUT, "--data.paths", notes),
         *("--lora.rank", 2, "--lora.alpha", 6, "--lora.layers", "query", "mlp.*up"),
         *("--optimizer.learning-rate", 0.01, "--optimizer.schedule", "constant"),
     ]
@@ -183,14 +183,15 @@ def test_adapters_are_trained_saved_and_merged(decoder, notes, command, tmp_path
     assert code == 2 and "lora.layers 'mlp.*up' is no linear layer" in err
     arguments[arguments.index("mlp.*up")] = "*.up"
     here = ["--output-dir", run]
+    split = ["--mesh.fsdp", 4, "--mesh.tensor", 2]
     for steps, layout in (
-        (2, ["--mesh.fsdp", 4, "--mesh.tensor", 2]),
+        (2, split),
         (4, ["--mesh.fsdp", 4, "--mesh.data", 2, "--data.batch-size", 8, "--resume"]),
     ):
         code, _, err = command(*arguments, *here, "--steps", steps, *layout)
         assert code == 0, err
     whole = tmp_path / "whole"
-    code, _, err = command(*arguments, "--steps", 4, "--output-dir", whole)
+    code, _, err = command(*arguments, *split, "--steps", 4, "--output-dir", whole)
     assert code == 0, err
     losses = [
         {r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r}
@@ -273,7 +274,7 @@ def test_adapters_need_weights(command, tmp_path):
 def test_an_encoder_learns_to_classify(encoder, reviews, command, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     arguments = [
-        *("train", "--from", encoder, *SMALL, "--data.paths", reviews),
+        *("train", "--from", encoder, *SMALL, *HELD_OUT, "--data.paths", reviews),
         *("--data.text-field", "body", "--data.label-field", "stars"),
         *("--data.batch-size", 8, "--optimizer.learning-rate", 0.01),
         *("--optimizer.schedule", "constant", "--output-dir", run),
@@ -305,7 +306,7 @@ def test_an_encoder_learns_to_classify(encoder, reviews, command, tmp_path):
 def test_an_encoder_learns_hidden_tokens(encoder, notes, command, tmp_path):
     run = tmp_path / "run"
     code, told, err = command(
-        *("train", "--from", encoder, *SMALL, "--data.paths", notes),
+        *("train", "--from", encoder, *SMALL, *HELD_OUT, "--data.paths", notes),
         *("--steps", 2, "--output-dir", run),
     )
     assert code == 0, err

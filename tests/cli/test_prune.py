@@ -17,13 +17,16 @@ from jaxscale.training import run as run_directory
 from jaxscale.training.pretrained import load_model
 
 
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
 @pytest.fixture
 def call(command):
     return functools.partial(command, "prune")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, compile_once):
     """The directory of a run of a few steps on a little text."""
     folder = tmp_path_factory.mktemp("text")
     for i in range(12):

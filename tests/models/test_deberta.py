@@ -79,7 +79,7 @@ def test_answers_match_transformers(name):
         np.testing.assert_allclose(value, expected(name)[key], rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["v1", "v2_convolution", "v3"])
 def test_bf16_is_as_exact_as_transformers(name):
     model = load(FIXTURES / name, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     exact = expected(name)

@@ -18,7 +18,7 @@ from jaxscale.pruning import (
     make_model_masks,
     sparsify,
 )
-from jaxscale.sharding import REPLICATED, MeshConfig, create, fsdp_tp, make_mesh
+from jaxscale.sharding import REPLICATED, MeshConfig, fsdp_tp, make_mesh, place
 from jaxscale.training import DataConfig, TrainConfig
 
 
@@ -51,7 +51,8 @@ def test_packed_rows_over_a_mesh_and_recomputed_layers_give_the_same():
     step = jax.value_and_grad(loss)
     value, grads = jax.jit(step)(decoder(), TOKENS, BOUNDS)
     options = {"remat": "attention", "tensor_parallel": "fused"}
-    model = create(lambda: decoder(rules, **options), mesh, rules)
+    with jax.set_mesh(mesh):
+        model = place(decoder(rules, **options), mesh, rules)
     rows = jax.device_put(
         (TOKENS, BOUNDS), NamedSharding(mesh, rules.spec("batch", None))
     )

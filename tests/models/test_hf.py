@@ -38,6 +38,10 @@ VARIANTS = [
     "neox",
     "neox_serial",
 ]
+PACKED = [
+    *("gpt2", "gptj", "llama3_gqa", "qwen3_windows", "llama_dynamic"),
+    *("gemma", "gemma2", "gemma3"),
+]
 SHARDED_MESH = MeshConfig(data=2, fsdp=2, pipe=1, tensor=2)
 
 BUFFERS = {pattern for family in DECODERS for pattern in family.buffers}
@@ -128,34 +132,24 @@ def edit_json(file, **changes):
 # Values
 
 
-# Where the length of a row matters, padding does.
-@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "llama_dynamic"])
+# Those of the test of packed rows are compared there.
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in PACKED])
 def test_logits_match_transformers(name):
     assert_logits(load(MODELS / name, dtype=jnp.float32), name)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("gpt2", "gptj", "neox", "llama3_gqa", "llama_yarn", "mistral", "qwen2"),
-        *("qwen3", "qwen3_windows", "gemma", "gemma2", "gemma3"),
-    ],
+    "name", ["gpt2", "neox", "llama_yarn", "qwen3_windows", "gemma3"]
 )
 def test_logits_of_pages_match_transformers(name):
     ids, logits = expected(name)
     model = load(MODELS / name)
-    # A prompt, two tokens, and several at once.
-    got, _ = by_parts(model, padded(ids[:1]), 7, 1, 1, 3)
+    # A prompt, a token, and several at once.
+    got, _ = by_parts(model, padded(ids[:1]), 7, 1, 4)
     np.testing.assert_allclose(got[0], logits[0], rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("gpt2", "gptj", "llama3_gqa", "qwen3_windows", "llama_dynamic"),
-        *("gemma", "gemma2", "gemma3"),
-    ],
-)
+@pytest.mark.parametrize("name", PACKED)
 def test_packed_logits_match_transformers(name):
     ids, logits = expected(name)
     model = load(MODELS / name)
@@ -260,11 +254,12 @@ def test_sharded_load_equals_unsharded(name):
         split += not leaf.sharding.is_fully_replicated
     assert split >= 8
     assert_same_parameters(model, load(MODELS / name))
-    with jax.set_mesh(mesh):
-        assert_logits(model, name)
+    if name in ("gpt2", "gemma3"):
+        with jax.set_mesh(mesh):
+            assert_logits(model, name)
 
 
-@pytest.mark.parametrize("name", ["llama3_gqa", "qwen3", "neox", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen3", "neox"])
 def test_explicit_mesh(name):
     mesh = make_mesh(dataclasses.replace(SHARDED_MESH, axis_type="explicit"))
     model = load(MODELS / name, mesh=mesh, rules=fsdp_tp())
