@@ -149,7 +149,12 @@ class DistillationLoss:
     def __call__(
         self, model: Any, batch: PackedBatch | TaughtBatch
     ) -> tuple[Float[Array, ""], LossSums]:
-        """The summed loss of a batch, and the parts of L."""
+        """The summed loss of a batch, and the parts of L.
+
+        Args:
+            model: A decoder.
+            batch: Packed rows, with or without what the teacher expects.
+        """
         plain = NextTokenLoss(chunk_size=self.chunk_size, z_loss=self.z_loss)
         if not isinstance(batch, TaughtBatch):
             return plain(model, batch)
