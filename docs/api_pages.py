@@ -41,6 +41,7 @@ LARGE_PACKAGES = {
     "jaxscale.inference": "Generate text",
     "jaxscale.models": "Choose a model",
     "jaxscale.nn": "Layers and blocks",
+    "jaxscale.pruning": "Make masks and look at them",
     "jaxscale.sharding": "Make a mesh and choose rules",
     "jaxscale.training": "Set up the run and start it",
 }
