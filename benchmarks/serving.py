@@ -190,6 +190,7 @@ def _started(
 ) -> tuple[list[Any], Callable[[Any], list[Any]], dict[str, float]]:
     """The engines of a policy, how they serve a load, and what starting them took."""
     from benchmarks.workloads import serving_policies as policies
+    from jaxscale.inference.engine.make import freeze_gc_heap
 
     model = random_model(params, seed)
     start = time.perf_counter()
@@ -213,6 +214,7 @@ def _started(
     if policy == "concurrent":
         engines = policies.instances_of(engine, len(load.due))
     del model
+    freeze_gc_heap(engine)  # as `jaxscale serve` does
     for each in engines:
         each.start()
 

@@ -231,6 +231,7 @@ def _follow(config: ServeConfig) -> None:
 
 def _loader(config: ServeConfig) -> Callable[[], Any]:
     """Check what needs no weights, and return the function that loads the model."""
+    from jaxscale.inference.server.backend import EngineBackend, TextModel
     from jaxscale.inference.server.load import ChatOptions, served
 
     template = None
@@ -243,19 +244,26 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
     )
     lora_modules = parse_lora_modules(config.lora_modules)
     source, mesh, rules, dtype = _model(config)
-    return lambda: served(
-        source,
-        name=config.name,
-        engine=config.engine,
-        chat=chat,
-        aliases=config.aliases,
-        sampling_defaults=config.sampling_defaults,
-        mesh=mesh,
-        rules=rules,
-        dtype=dtype,
-        quantization=config.quantization,
-        lora_modules=lora_modules,
-    )
+
+    def load() -> Any:
+        model = served(
+            source,
+            name=config.name,
+            engine=config.engine,
+            chat=chat,
+            aliases=config.aliases,
+            sampling_defaults=config.sampling_defaults,
+            mesh=mesh,
+            rules=rules,
+            dtype=dtype,
+            quantization=config.quantization,
+            lora_modules=lora_modules,
+        )
+        if isinstance(model, TextModel) and isinstance(model.backend, EngineBackend):
+            model.backend.freeze_gc_heap()
+        return model
+
+    return load
 
 
 def _model(config: ServeConfig) -> tuple[Path, Mesh | None, AxisRules, Any]:

@@ -1,9 +1,9 @@
 """The rows of the decode batch: their state on the device, and their owners.
 
 A running request has a slot, a row of an int32 array on the device. Only the first
-`bucket` rows are decoded, a power of two, because each batch size is a separate
-program. When at most half of them are in use, later rows move into the holes before
-them (Flover's reordering, of rows instead of caches) and the bucket shrinks.
+`bucket` rows are decoded, one of few batch sizes, because each is a separate program.
+When a smaller one is enough, later rows move into the holes before them (Flover's
+reordering, of rows instead of caches) and the bucket shrinks.
 """
 
 import enum
@@ -12,12 +12,9 @@ import struct
 from collections import abc
 from collections.abc import Callable, Iterable
 
+from jaxscale.inference.engine.scheduler_config import bucket_of
 from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 
-
-SMALLEST_BUCKET = 2
-"""XLA turns the matmul of one row with the embedding table into fp32 copies of the
-table."""
 
 NUM_STOPS = 8
 """Stop tokens per row on the device; the scheduler checks any others."""
@@ -158,7 +155,7 @@ class BatchRows[T]:
     """The owners of rows, the decode batch size, and rows to stop.
 
     Example:
-        >>> slots = BatchRows[str](4)
+        >>> slots = BatchRows[str]([2, 4])
         >>> slots.resize(3), slots.bucket
         (None, 4)
         >>> [slots.take(name) for name in "abc"]
@@ -170,21 +167,25 @@ class BatchRows[T]:
     """
 
     def __init__(
-        self, count: int, moved: Callable[[T, int], None] | None = None
+        self,
+        batches: abc.Sequence[int],
+        moved: Callable[[T, int], None] | None = None,
     ) -> None:
         """Start with all rows free.
 
         Args:
-            count: S, rows on the device.
+            batches: Batch sizes, ascending; the last is S, rows on the device.
             moved: Called with an owner and its new row.
         """
+        count = batches[-1]
         self.rows: list[T | None] = [None] * count
-        self.bucket = SMALLEST_BUCKET
+        self.bucket = batches[0]
+        self._batches = batches
         self.num_used = 0
         self._moved = moved
         self._free = list(range(count))  # a heap
         self._stopped: set[int] = set()
-        self._half_empty = 0
+        self._smaller = 0
 
     def take(self, owner: T) -> int:
         """Assign the lowest free row to the owner."""
@@ -212,19 +213,19 @@ class BatchRows[T]:
     def resize(self, used: int) -> list[int] | None:
         """Choose the bucket for `used` rows, including those yet to be assigned.
 
-        It grows at once, and shrinks when half of it was free twice in succession.
+        It grows at once, and shrinks when less was enough twice in succession.
 
         Returns:
             [S], the source row of each row; None if nothing moves.
         """
-        wanted = max(SMALLEST_BUCKET, 1 << (used - 1).bit_length() if used else 0)
+        wanted = bucket_of(used, self._batches)
         if wanted >= self.bucket:
-            self.bucket, self._half_empty = wanted, 0
+            self.bucket, self._smaller = wanted, 0
             return None
-        self._half_empty += 1
-        if self._half_empty < 2:
+        self._smaller += 1
+        if self._smaller < 2:
             return None
-        self.bucket, self._half_empty = wanted, 0
+        self.bucket, self._smaller = wanted, 0
         return self._compact()
 
     def _compact(self) -> list[int] | None:

@@ -46,8 +46,8 @@ class EngineConfig(SchedulerSettings):
     """Sizes, in prompt tokens per engine step, that prefill is compiled for; None is
     128, 256 and so on to 2,048, on a CPU 16, 64 and 256."""
     buckets: tuple[int, ...] | None = None
-    """Batch sizes that decode is compiled for: powers of two, the largest S; None is 2,
-    8, 32, all from 128 on, and S."""
+    """Batch sizes that decode is compiled for, the largest S; None is 2, 8, 32, from 64
+    on four up to each power of two (160, 192, 224, 256), and S."""
     all_reduce: Literal["xla", "low_latency"] | None = None
     """All-reduce of decode over the tensor-parallel devices: XLA's, the kernel
     ``low_latency``, or None, whichever gave faster steps."""

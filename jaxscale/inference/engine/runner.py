@@ -36,6 +36,7 @@ from jaxscale.inference.engine.scheduler_config import (
     SchedulerConfig,
     bucket_sizes,
     decode_sizes,
+    is_power,
     prefill_sizes,
 )
 from jaxscale.inference.engine.scheduler_output import Chunk
@@ -93,10 +94,10 @@ class Runner:
             prefill_tokens: T of the prefill programs, the largest
                 ``config.prefill_tokens``; by default that, a quarter of it, and a
                 sixteenth.
-            buckets: B of the decode programs, powers of two, the largest S; by default
-                2, 8, 32, all from 128 on, and S: a step reads all weights, so a few
-                more rows cost little. With a single bucket, results of a request do not
-                depend on the number of others.
+            buckets: B of the decode programs, of `SchedulerConfig.batches`, the largest
+                S; by default 2, 8, 32, all from 64 on, and S: a step reads all weights,
+                so a few more rows cost little. With a single bucket, results of a
+                request do not depend on the number of others.
             kv_scales: [L, 2, K], fp32, scales of keys and values: the KV cache is then
                 fp8 (E4M3). None keeps it in the type of the computation.
             all_reduce: All-reduce of a decode step: ``"xla"``, our ``"low_latency"``
@@ -187,7 +188,7 @@ class Runner:
             yield ("remember",), jit(programs.remember, (0,), "s"), (history, *kept)
             source = integers(num_slots)
             yield ("reorder",), jit(programs.reorder, (0,), "s"), (history, source)
-        for bucket in self.buckets:
+        for bucket in filter(is_power, self.buckets):
             words = -(-vocab // 32)
             shapes = (
                 self._shape((bucket, vocab), jnp.float32),
@@ -215,7 +216,7 @@ class Runner:
             fn = functools.partial(programs.decode, **sizes, sums=sums)
             key = _decode_key(**sizes, kind=kind)
             yield key, jit(fn, (1, 2, 3), "psss"), state
-        for bucket in self.buckets:
+        for bucket in filter(is_power, self.buckets):
             sums = self._sums(bucket)
             fn = functools.partial(programs.forward, bucket=bucket, sums=sums)
             yield ("forward" + kind, bucket), jit(fn, (1, 3), "pss"), state
@@ -286,7 +287,7 @@ class Runner:
                 None,
                 *jax.device_put(neutral_arrays(bucket, vocab), where),
             )
-            for bucket in self.buckets
+            for bucket in filter(is_power, self.buckets)
         }
 
     # What the engine calls.

@@ -68,7 +68,7 @@ class Scheduler:
         self._waiting = WaitingQueue(config)
         self._num_running = 0
         self._prefilling: list[Sequence] = []
-        self._slots = BatchRows[Sequence](config.num_slots, self._moved)
+        self._slots = BatchRows[Sequence](config.batches, self._moved)
         self._tables = PageTables(config)
         self._updates = RowUpdates(self._slots)
         self._events: list[SchedulerEvent] = []

@@ -89,7 +89,7 @@ class SchedulerConfig(SchedulerSettings):
                 f"longest_ngram {self.longest_ngram} must be at least shortest_ngram "
                 f"{self.shortest_ngram}, and at most {LONGEST_NGRAM}"
             )
-        if self.num_slots & (self.num_slots - 1):
+        if not is_power(self.num_slots):
             raise ValueError(f"num_slots {self.num_slots} must be a power of two")
         if self.split % self.page_size:
             raise ValueError(
@@ -115,8 +115,16 @@ class SchedulerConfig(SchedulerSettings):
 
     @property
     def batches(self) -> Sequence[int]:
-        """Batch sizes of decode: powers of two up to S."""
-        return [2**i for i in range(1, self.num_slots.bit_length())]
+        """Batch sizes of decode, ascending, up to S: powers of two, and from 64 on up
+        to three more between two of them, multiples of 32.
+        """
+        # XLA turns the matmul of one row with the embedding table into fp32 copies of
+        # the table.
+        found = {2}
+        for whole in (2**i for i in range(2, self.num_slots.bit_length())):
+            step = max(FEW_ROWS, whole // 8)
+            found |= {whole, *range(whole // 2 + step, whole, step)}
+        return sorted(found)
 
     def steps_of(self, bucket: int) -> int:
         """Decode steps per launch of a batch of this size, where none waits."""
@@ -161,17 +169,24 @@ def prefill_sizes(config: SchedulerConfig, sizes: Sequence[int] | None) -> list[
 
 def bucket_sizes(config: SchedulerConfig, buckets: Sequence[int] | None) -> list[int]:
     """The batch sizes that decode is compiled for, ascending."""
-    powers = config.batches
+    batches = config.batches
     # A step of few rows reads the weights, whatever their number; one of many computes.
-    few = [rows for rows in powers[::2] if rows <= FEW_ROWS]
-    many = [rows for rows in powers if rows >= 4 * FEW_ROWS]
+    few = [rows for rows in batches if rows <= FEW_ROWS][::2]
+    many = [rows for rows in batches if rows > FEW_ROWS]
     chosen = sorted(buckets or {*few, *many, config.num_slots})
-    if chosen[-1] != config.num_slots or not set(chosen) <= set(powers):
+    if chosen[-1] != config.num_slots or not set(chosen) <= set(batches):
         raise ValueError(
-            f"buckets {chosen} must be powers of two from 2 on and end with "
+            f"buckets {chosen} must be among {batches} and end with "
             f"{config.num_slots}, the most requests that are decoded together"
         )
     return chosen
+
+
+def is_power(rows: int) -> bool:
+    """Whether a batch size is a power of two: others have no programs for the full
+    sampler, for which the next power stands in.
+    """
+    return rows & (rows - 1) == 0
 
 
 def bucket_of(rows: int, buckets: Sequence[int]) -> int:

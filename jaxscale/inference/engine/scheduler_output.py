@@ -66,7 +66,7 @@ class Decode:
     """[B] the owner of each row when the steps begin; None for rows that are not live.
     Results are matched by it, even if rows have changed owners since."""
     bucket: int
-    """B, rows to decode: a power of two."""
+    """B, rows to decode."""
     steps: int
     """Maximum tokens per row, without accepted draft tokens."""
     drafts: int = 0

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.engine.async_engine import AsyncEngine
 from jaxscale.inference.engine.engine import Engine
+from jaxscale.inference.engine.make import freeze_gc_heap
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduler_output import Counts, SchedulerEvent
 from jaxscale.inference.engine.timeline import Timeline
@@ -102,6 +103,10 @@ class EngineBackend:
     def config(self) -> SchedulerConfig:
         """Sizes."""
         return self._engine.scheduler.config
+
+    def freeze_gc_heap(self) -> None:
+        """See `jaxscale.inference.engine.make.freeze_gc_heap`."""
+        freeze_gc_heap(self._engine)
 
     @property
     def error(self) -> BaseException | None:

@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 from jaxscale.inference.engine.batch_rows import OutFlag
 from jaxscale.inference.engine.fair_queue import FairQueue
 from jaxscale.inference.engine.scheduler import Scheduler
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduler_config import (
+    SchedulerConfig,
+    bucket_of,
+    bucket_sizes,
+)
 from jaxscale.inference.engine.scheduler_output import Drawn
 from jaxscale.inference.engine.sequence import SequenceStatus
 from jaxscale.inference.request import (
@@ -503,7 +507,20 @@ def test_samples_share_the_pages_of_the_prompt():
     assert server.scheduler.counts.prompt_tokens == 13 + 4
 
 
-def test_rows_move_up_when_half_of_them_are_empty_twice():
+def test_batch_sizes_leave_few_rows_empty():
+    sizes = config(num_slots=512)
+    assert bucket_sizes(sizes, None) == [
+        *(2, 8, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+    ]
+    for rows in range(64, 512):
+        assert bucket_of(rows, sizes.batches) < 1.34 * rows + 32
+    with pytest.raises(
+        ValueError, match=r"buckets \[80, 512\] must be among"
+    ):
+        bucket_sizes(sizes, [80, 512])
+
+
+def test_rows_move_up_when_a_smaller_batch_is_enough_twice():
     server = Server(config(num_pages=64, max_len=100), lag=0)
     server.add(*(r for r in requests(4, length=4, most=50)))
     server.add(*requests(4, length=4, most=80, client="z"))
