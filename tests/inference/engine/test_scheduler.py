@@ -514,9 +514,7 @@ def test_batch_sizes_leave_few_rows_empty():
     ]
     for rows in range(64, 512):
         assert bucket_of(rows, sizes.batches) < 1.34 * rows + 32
-    with pytest.raises(
-        ValueError, match=r"buckets \[80, 512\] must be among"
-    ):
+    with pytest.raises(ValueError, match=r"buckets \[80, 512\] must be among"):
         bucket_sizes(sizes, [80, 512])
 
 
