@@ -4,6 +4,7 @@ from jaxscale.nn.attention import AttentionConfig, attention
 from jaxscale.nn.blocks import MLP, Block, BlockConfig, make_norm
 from jaxscale.nn.cache import (
     PagedChunks,
+    PagedMixed,
     PagedRows,
     append_rows,
     empty_pages,
@@ -65,6 +66,7 @@ __all__ = [
     "Packed",
     "PackedBatch",
     "PagedChunks",
+    "PagedMixed",
     "PagedRows",
     "QuantizedLinear",
     "RMSNorm",

@@ -303,3 +303,49 @@ class PagedChunks(_Pages):
         of_tokens = segment_ids_from_cu_seqlens(self.cu_q[0], num_tokens)
         lost = jnp.zeros(self.cu_k.shape[1], bool).at[of_keys].max(~finite)
         return held, lost[of_tokens]
+
+
+@typing.no_type_check
+@register_state
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedMixed(PagedChunks):
+    """A mixed batch: chunks of prompts, then one new token of each of several sequences
+    that decode, packed into one row, [1, T + B].
+
+    The layers outside attention take all tokens together, so their weights are read
+    once. Within a layer, the keys and values of the chunks are written first.
+    """
+
+    table: Int[Array, "B W"] = dataclasses.field(metadata={"axes": (None, None)})
+    """As in `PagedRows`."""
+    lengths: Int[Array, "B"] = dataclasses.field(metadata={"axes": (None,)})
+    """As in `PagedRows`."""
+    num_new: Int[Array, "B"] = dataclasses.field(metadata={"axes": (None,)})
+    """1 for sequences that decode, 0 for padding."""
+
+    @typing.override
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        config: AttentionConfig,
+        implementation: str | None = None,
+    ) -> tuple[Array, Self]:
+        split = len(self.rows)
+        of_chunks, state = super().attend(
+            q[:, :split], k[:, :split], v[:, :split], config, implementation
+        )
+        rows = PagedRows(
+            positions=self.lengths[:, None],
+            pages=state.pages,
+            scales=self.scales,
+            layer=self.layer,
+            table=self.table,
+            lengths=self.lengths,
+            num_new=self.num_new,
+        )
+        new = (x[0, split:, None] for x in (q, k, v))  # [B, 1, heads, H]
+        of_rows, rows = rows.attend(*new, config, implementation)
+        out = jnp.concatenate([of_chunks, of_rows[None, :, 0]], axis=1)
+        return out, dataclasses.replace(self, pages=rows.pages)

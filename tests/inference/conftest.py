@@ -72,15 +72,15 @@ def forward(model, tokens, scales=None):
     return model.unembed(model.run(tokens, state)[0])
 
 
+GREEDY = ("update", "move", "decode", "prefill", "mixed")
+
+
 class Greedy(Runner):
     """Compiles what greedy requests need, and no more."""
 
     def programs(self):
         for key, *rest in super().programs():
-            if (
-                key[0].removesuffix("_lora") in ("update", "move", "decode", "prefill")
-                and key[-1] is not True
-            ):
+            if key[0].removesuffix("_lora") in GREEDY and key[-1] is not True:
                 yield key, *rest
 
 
@@ -98,6 +98,7 @@ class Served:
         scales=None,
         kind=Runner,
         adapt=None,
+        mixed=(),
     ):
         # It computes, which a conftest.py must not do before XLA's flags are set.
         from tests.models.test_serving import perturbed
@@ -119,7 +120,12 @@ class Served:
             sizes = dataclasses.replace(sizes, adapters=tuple(trained))
         self.sizes = sizes
         self.runner = kind(
-            model, sizes, prefill_tokens=(16,), buckets=buckets, kv_scales=scales
+            model,
+            sizes,
+            prefill_tokens=(16,),
+            buckets=buckets,
+            kv_scales=scales,
+            mixed=mixed,
         )
         self.runner.compile()
         self._forward = jax.jit(functools.partial(forward, scales=scales))

@@ -11,6 +11,7 @@ from jaxscale.checks import check_integers
 from jaxscale.inference.engine.scheduler_config import (
     SchedulerConfig,
     SchedulerSettings,
+    is_power,
 )
 from jaxscale.models.config import DecoderConfig
 
@@ -18,6 +19,10 @@ from jaxscale.models.config import DecoderConfig
 MAX_QUERIES = 64
 """Queries per key/value head and step: its query heads times the tokens of a
 sequence."""
+
+
+MIXED = 256
+"""Most prompt tokens, and most rows, of a mixed batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,11 @@ class EngineConfig(SchedulerSettings):
     buckets: tuple[int, ...] | None = None
     """Batch sizes that decode is compiled for, the largest S; None is 2, 8, 32, from 64
     on four up to each power of two (160, 192, 224, 256), and S."""
+    mixed_batches: bool | None = None
+    """Whether the prompts of a step and its decoding go through the layers together,
+    where both are small; their weights are then read once, and how a token is rounded
+    may depend on who joins. None is yes on a GPU with several `buckets`; with `drafts`
+    there are none."""
     all_reduce: Literal["xla", "low_latency"] | None = None
     """All-reduce of decode over the tensor-parallel devices: XLA's, the kernel
     ``low_latency``, or None, whichever gave faster steps."""
@@ -84,6 +94,27 @@ class EngineConfig(SchedulerSettings):
         """`prefill_tokens`, or its default."""
         default = (16, 64, 256) if on_cpu else (128, 256, 512, 1024, 2048)
         return self.prefill_tokens or default
+
+    def mixed(
+        self, buckets: Sequence[int], *, on_cpu: bool
+    ) -> Sequence[tuple[int, int]]:
+        """Prompt tokens and decode rows of the programs for mixed batches.
+
+        Args:
+            buckets: Batch sizes that decode is compiled for.
+            on_cpu: The device is one.
+        """
+        wanted = self.mixed_batches
+        if wanted is None:
+            wanted = not on_cpu and len(buckets) > 1
+        if not wanted or self.drafts:
+            return ()
+        chunks = self.chunks(on_cpu=on_cpu)
+        # Beyond that each of both fills the device by itself.
+        few = [tokens for tokens in chunks if tokens <= MIXED] or [min(chunks)]
+        powers = [rows for rows in buckets if is_power(rows)]
+        rows = [n for n in powers if MIXED // 4 <= n <= MIXED] or powers[-1:]
+        return [(t, r) for t in few for r in rows]
 
     def scheduler(
         self, model: DecoderConfig, eos_ids: Sequence[int], *, on_cpu: bool

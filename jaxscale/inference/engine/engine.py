@@ -75,7 +75,8 @@ class _Flight:
         if decode is None:
             return (tokens,)
         full = bool(decode.full)
-        return tokens, decode.bucket, decode.steps, decode.drafts, full
+        sizes = decode.bucket, decode.steps, decode.drafts
+        return tokens, *sizes, full, decode.mixed
 
 
 class Engine:
@@ -364,7 +365,9 @@ class Engine:
         plain = not table.whole
         if plain or self.scheduler.max_running < self.runner.config.num_slots:
             self.scheduler.max_running = table.max_rows
-        plan = self.scheduler.schedule(now=begun, soon=soon, plain=plain)
+        plan = self.scheduler.schedule(
+            now=begun, soon=soon, plain=plain, mixes=self.runner.mixes
+        )
         self._take_events()
         if plan is not None:
             self._phase("prepare")
@@ -427,9 +430,14 @@ class Engine:
             self._count(c)
             runner.remember(row, c.tokens)
         prefill = scores = decode = None
-        if plan.prefill:
+        mixed = plan.decode is not None and plan.decode.mixed
+        if plan.decode is not None and mixed:
+            prefill, decode = runner.mixed(plan.prefill, plan.decode.bucket)
+        elif plan.prefill:
             prefill, scores = runner.prefill(plan.prefill, self._targets(plan))
-        if plan.decode is not None and plan.decode.full:
+        if mixed:
+            pass
+        elif plan.decode is not None and plan.decode.full:
             logits = runner.forward(
                 bucket=plan.decode.bucket, adapted=plan.decode.adapted
             )
@@ -519,7 +527,8 @@ class Engine:
 
     def _read_prompts(self, flight: _Flight) -> None:
         """Wait for the first tokens of prompts only: their plan goes on decoding."""
-        if flight.prefill is None or flight.decode is None:
+        decode = flight.plan.decode
+        if flight.prefill is None or flight.decode is None or decode.mixed:
             return
         self._phase("wait")
         prefill = np.asarray(flight.prefill)

@@ -16,6 +16,7 @@ from jaxscale.inference.engine.memory import fit
 from jaxscale.inference.engine.program_cache import ProgramCache
 from jaxscale.inference.engine.runner import Runner
 from jaxscale.inference.engine.scheduler import Scheduler
+from jaxscale.inference.engine.scheduler_config import bucket_sizes
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.models.adapters import adapter_names
 from jaxscale.models.decoder import Decoder
@@ -152,10 +153,12 @@ def _make_runner(
         print(memory, file=sys.stderr)
     if config.kv_dtype is not None and kv_scales is None:
         kv_scales = measure_kv_scales(model)
+    buckets = bucket_sizes(sizes, config.buckets)
     return Runner(
         model,
         sizes,
         prefill_tokens=config.chunks(on_cpu=on_cpu),
+        mixed=config.mixed(buckets, on_cpu=on_cpu),
         buckets=config.buckets,
         kv_scales=kv_scales,
         all_reduce=config.all_reduce,

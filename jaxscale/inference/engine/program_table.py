@@ -113,6 +113,16 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
             for kind in self._kinds(adapted)
         )
 
+    def mixed(self, tokens: int, keys: int, rows: int) -> Key | None:
+        """The program of prompts and a decode step; None where none is there."""
+        fitting = (
+            key
+            for key in self
+            if key[0] == "mixed"
+            and all(n <= m for n, m in zip((tokens, keys, rows), key[1:], strict=True))
+        )
+        return min(fitting, key=lambda key: (key[1] + key[3], key), default=None)
+
     def _first(self, keys: Iterable[Key]) -> Key:
         return next(key for key in keys if key in self)
 
@@ -203,7 +213,7 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
             *sizes, scored = key[1:]
             whole = tuple(sizes) == self._prefills[-1]
             return 0 if whole and general and not scored else 1
-        return 3 if name == "speculate" else 0
+        return 3 if name in ("speculate", "mixed") else 0
 
 
 def _say_failure(future: concurrent.futures.Future[None]) -> None:

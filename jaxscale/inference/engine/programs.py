@@ -25,7 +25,7 @@ from jaxscale.inference.engine.prefill_batch import PrefillBatch
 from jaxscale.inference.engine.speculation import look_up, verify
 from jaxscale.models.adapters import use_adapters
 from jaxscale.models.decoder import Decoder
-from jaxscale.nn.cache import PagedChunks, PagedRows
+from jaxscale.nn.cache import PagedChunks, PagedMixed, PagedRows
 from jaxscale.sharding.decode_all_reduce import ReduceWorkspace, Sums
 from jaxscale.sharding.operations import constrain
 
@@ -49,6 +49,7 @@ STATE = {
     "forward": (_DECODED, ["pages", "history", "logits"]),
     "sample": (["logits", "slots", "counts"], ["slots", "counts"]),
     "prefill": (["params", "pages", "slots"], ["pages", "slots"]),
+    "mixed": (["params", "pages", "slots"], ["pages", "slots"]),
 }
 STATE |= {
     name + ADAPTED: (["adapted_params", *taken[1:]], given)
@@ -265,17 +266,57 @@ class DecodePrograms:
         hidden, state = model.run(x.tokens[None], state)
         pages = pages._replace(kv=state.pages)
         hidden = constrain(hidden, ("batch", None, "act_embed"), model.rules)
-        last = jnp.maximum(x.cu_q[1::2] - 1, 0)
-        logits = _unembed(model, hidden[0][last])
-        rows = slots.at[x.slots].get(mode="fill", fill_value=0)
-        length = rows[:, Column.LENGTH]
-        rows = rows.at[:, Column.FLAGS].set(int(RowFlag.LIVE))
-        tokens = sampling.draw(logits, rows, length)
-        rows, out = _settle(rows, logits, tokens[:, None], length)
-        slots = slots.at[x.slots].set(rows, mode="drop")
+        logits = _unembed(model, hidden[0][_ends(x)])
+        slots, out = _begin(slots, x, logits)
         if not scored:
-            return pages, slots, out[None]
-        return pages, slots, out[None], _scores(model, hidden[0], x.targets)
+            return pages, slots, out
+        return pages, slots, out, _scores(model, hidden[0], x.targets)
+
+    def mixed(
+        self,
+        params: tuple[Array, ...],
+        pages: Pages,
+        slots: Int[Array, "S C"],
+        packed: Int[Array, "all"],
+        *,
+        num_tokens: int,
+        num_keys: int,
+        bucket: int,
+    ) -> tuple[Pages, Array, Int[Array, "1 N 1 3"], Int[Array, "1 B 1 3"]]:
+        """`prefill` and a step of `decode` in one pass over the weights.
+
+        Rows that go live with a token of this prefill are not decoded yet.
+        """
+        model = self.model(params)
+        x = PrefillBatch.sizes(num_tokens, num_keys, self.num_chunks).split(packed)
+        rows = slots[:bucket]
+        newest, num_new, _ = self._tokens(rows, None)
+        length = jnp.where(num_new > 0, rows[:, Column.LENGTH], 0)
+        state = PagedMixed(
+            positions=jnp.concatenate([x.positions, length])[None],
+            pages=pages.kv,
+            scales=pages.scales,
+            layer=jnp.int32(0),
+            rows=x.rows,
+            key_rows=x.key_rows,
+            cu_q=x.cu_q[None],
+            cu_k=x.cu_k[None],
+            table=rows[:, Column.TABLE :],
+            lengths=length,
+            num_new=num_new,
+        )
+        tokens = jnp.concatenate([x.tokens, newest[:, 0]])
+        hidden, state = model.run(tokens[None], state)
+        pages = pages._replace(kv=state.pages)
+        hidden = constrain(hidden, ("batch", None, "act_embed"), model.rules)
+        last = jnp.concatenate([_ends(x), num_tokens + jnp.arange(bucket)])
+        logits = _unembed(model, hidden[0][last])  # [N + B, V]
+        first, of_rows = jnp.split(logits, [self.num_chunks])
+        position = rows[:, Column.LENGTH] + 1
+        drawn = sampling.draw(of_rows, rows, position)
+        rows, out = _settle(rows, of_rows, drawn[:, None], position)
+        slots, begun = _begin(slots.at[:bucket].set(rows), x, first)
+        return pages, slots, begun, out[None]
 
     def remember(
         self,
@@ -344,6 +385,23 @@ def _logits(
     hidden, state = model.run(tokens.reshape(-1, 1), state)
     logits = _unembed(model, hidden[:, 0])
     return pages._replace(kv=state.pages), logits, state.workspace
+
+
+def _ends(x: PrefillBatch) -> Int[Array, "N"]:
+    """Where the last token of each chunk is."""
+    return jnp.maximum(x.cu_q[1::2] - 1, 0)
+
+
+def _begin(
+    slots: Int[Array, "S C"], x: PrefillBatch, logits: Float[Array, "N V"]
+) -> tuple[Int[Array, "S C"], Int[Array, "1 N 1 3"]]:
+    """The rows with the token sampled after each complete prompt, and the results."""
+    rows = slots.at[x.slots].get(mode="fill", fill_value=0)
+    length = rows[:, Column.LENGTH]
+    rows = rows.at[:, Column.FLAGS].set(int(RowFlag.LIVE))
+    tokens = sampling.draw(logits, rows, length)
+    rows, out = _settle(rows, logits, tokens[:, None], length)
+    return slots.at[x.slots].set(rows, mode="drop"), out[None]
 
 
 def _write(

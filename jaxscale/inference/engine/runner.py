@@ -85,6 +85,7 @@ class Runner:
         buckets: Sequence[int] | None = None,
         kv_scales: np.ndarray | None = None,
         all_reduce: AllReduce = None,
+        mixed: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Prepare the model; `compile` makes the state.
 
@@ -102,6 +103,7 @@ class Runner:
                 fp8 (E4M3). None keeps it in the type of the computation.
             all_reduce: All-reduce of a decode step: ``"xla"``, our ``"low_latency"``
                 kernel, or None for whichever was measured to be faster.
+            mixed: T and B of the programs that do both.
 
         Raises:
             ValueError: ``config.longest`` exceeds the limit of the model,
@@ -115,6 +117,7 @@ class Runner:
         check_drafts(model.config, config.drafts)
         self.config = config
         self.buckets = bucket_sizes(config, buckets)
+        self._mixed = mixed
         model = model.for_inference()
         self.model_config, self.rules, self.dtype = (
             model.config,
@@ -220,6 +223,13 @@ class Runner:
             sums = self._sums(bucket)
             fn = functools.partial(programs.forward, bucket=bucket, sums=sums)
             yield ("forward" + kind, bucket), jit(fn, (1, 3), "pss"), state
+        for tokens, bucket in () if kind else self._mixed:
+            keys = self._prefills[0][1]
+            sizes = {"num_tokens": tokens, "num_keys": keys, "bucket": bucket}
+            fn = functools.partial(programs.mixed, **sizes)
+            packed = self._shape((sum(self._prefill_sizes(tokens, keys, "")),), "i4")
+            shapes = *state[:3], packed
+            yield ("mixed", tokens, keys, bucket), jit(fn, (1, 2), "psss"), shapes
         plain = [(*sizes, False) for sizes in self._prefills]
         for tokens, keys, scored in (*plain, (*self._prefills[-1], True)):
             sizes = {"num_tokens": tokens, "num_keys": keys, "scored": scored}
@@ -370,6 +380,29 @@ class Runner:
         packed, key = self._pack(chunks, targets)
         outs = self.dispatch(key, packed)
         return outs[0], outs[1] if targets is not None else None
+
+    def mixes(self, tokens: int, keys: int, rows: int) -> bool:
+        """Whether `mixed` can take so many prompt tokens, their keys, and rows."""
+        return self.table.mixed(tokens, keys, rows) is not None
+
+    def mixed(self, chunks: Sequence[Chunk], bucket: int) -> tuple[Array, Array]:
+        """`prefill` and one step of `decode` in one pass; `mixes` says whether.
+
+        Args:
+            chunks: The chunks; none with an adapter.
+            bucket: Rows that may be live.
+
+        Returns:
+            The sampled token after each chunk, [1, N, 1, 3], and of each row,
+            [1, B, 1, 3].
+        """
+        needed = sum(len(chunk.tokens) for chunk in chunks)
+        keys = sum(whole_blocks(chunk.end) for chunk in chunks)
+        key = self.table.mixed(needed, keys, bucket)
+        assert key is not None
+        sizes = self._prefill_sizes(key[1], key[2], "")
+        begun, decoded = self.dispatch(key, sizes.pack(chunks, None, self.config))
+        return begun, decoded
 
     def count(self, row: int, tokens: Sequence[int], num_prompt: int) -> None:
         """Recount the tokens of a request, the first `num_prompt` as its prompt."""

@@ -6,11 +6,13 @@ rows, not with the waiting requests.
 """
 
 import bisect
-from collections.abc import Iterator
+from collections import abc
+from collections.abc import Callable, Iterator
 
 from jaxscale.inference.engine.batch_rows import BatchRows, OutFlag, RowUpdates
 from jaxscale.inference.engine.block_pool import BlockPool
 from jaxscale.inference.engine.page_tables import PageTables
+from jaxscale.inference.engine.prefill_batch import whole_blocks
 from jaxscale.inference.engine.request_table import RequestTable
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduler_output import (
@@ -193,7 +195,12 @@ class Scheduler:
     # What the device is to do.
 
     def schedule(
-        self, *, now: float, soon: bool = False, plain: bool = False
+        self,
+        *,
+        now: float,
+        soon: bool = False,
+        plain: bool = False,
+        mixes: Callable[[int, int, int], bool] | None = None,
     ) -> SchedulerOutput | None:
         """Return the next plan; None if there is nothing to do.
 
@@ -203,6 +210,8 @@ class Scheduler:
             now: The time in seconds.
             soon: Decode a single step, as if a request waited: one may come.
             plain: Also without draft tokens.
+            mixes: Whether one program can take so many prompt tokens, the keys that
+                they read, and rows to decode; None if there is none.
         """
         for request_id in self._requests.take_late(now):
             self.abort(request_id, now=now, reason="timeout")
@@ -215,8 +224,11 @@ class Scheduler:
         placed, source = self._place(ready, chosen)
         prefill = [self._chunk(c, end) for c, end in chosen]
         changes = self._updates.take(placed, self._tick)
-        decode = self._decode(*ahead)
         tokens = sum(len(chunk.tokens) for chunk in prefill)
+        bucket, keys = self._slots.bucket, sum(whole_blocks(c.end) for c in prefill)
+        mixed = bool(mixes and prefill and mixes(tokens, keys, bucket))
+        mixed = mixed and not any(chunk.sequence.is_special for chunk in prefill)
+        decode = self._decode(*ahead, prefill if mixed else ())
         self.counts.prompt_tokens += tokens
         self.counts.compactions += source is not None
         self._waiting.speed.count(tokens, now)
@@ -367,7 +379,10 @@ class Scheduler:
             self._let_others_go(c)
         return chunk
 
-    def _decode(self, steps: int, drafts: int) -> Decode | None:
+    def _decode(
+        self, steps: int, drafts: int, beside: abc.Sequence[Chunk]
+    ) -> Decode | None:
+        """The decode steps; one, together with the chunks `beside` if that can be."""
         bucket = self._slots.bucket
         rows = [
             c if c and c.state is SequenceStatus.DECODE else None
@@ -383,6 +398,12 @@ class Scheduler:
             steps = 1
         if not live:
             return None
+        first = {chunk.slot for chunk in beside}
+        others = [(i, c) for i, c in live if i not in first]
+        mixed = bool(beside and others and steps == 1 and not (drafts or full))
+        mixed = mixed and not any(c.adapter for _, c in others)
+        if mixed:
+            rows = [None if i in first else c for i, c in enumerate(rows)]
         for c in filter(None, rows):
             c.pending += steps * (1 + drafts)
             c.due += steps
@@ -392,6 +413,7 @@ class Scheduler:
             steps=steps,
             drafts=drafts,
             full=full,
+            mixed=mixed,
             replayed=replayed,
         )
 

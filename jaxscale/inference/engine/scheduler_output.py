@@ -74,6 +74,9 @@ class Decode:
     full: abc.Sequence[int] = ()
     """Rows that need the full sampler. With any, there is a single step without draft
     tokens: the logits of all rows, then the full sampler."""
+    mixed: bool = False
+    """Computed together with the prefill of the plan: rows whose first token that
+    prefill samples are left out."""
     replayed: Collection[int] = ()
     """Preempted rows that are replayed: their tokens are known, and must not be counted
     twice. With any, there is a single step without draft tokens."""
@@ -89,7 +92,8 @@ class SchedulerOutput:
     """The work of an engine step, in the order of the fields.
 
     `source` comes before `changes`, which refer to the rows after the move; then the
-    prefill, then the decode, which sees the tokens that the prefill has sampled.
+    prefill, then the decode, which sees the tokens that the prefill has sampled unless
+    it is `Decode.mixed`.
     """
 
     tick: int

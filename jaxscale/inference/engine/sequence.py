@@ -82,6 +82,13 @@ class Sequence:
         )
 
     @property
+    def is_special(self) -> bool:
+        """True if its prompt needs a program of its own: it has an adapter, or the
+        log-probabilities of its prompt are asked for.
+        """
+        return bool(self.adapter) or self.request.params.prompt_logprobs is not None
+
+    @property
     def goes_on(self) -> bool:
         """True if its row may have tokens to sample after the pending ones."""
         return (

@@ -94,7 +94,15 @@ def program(
     )
     buckets = [bucket for bucket in BUCKETS if bucket <= num_slots]
     model = abstract_decoder(devices, config, weights)
-    runner = Runner(model, sizes, buckets=buckets, kv_scales=scales, all_reduce=sums)
+    mixed = [(key[1], key[3])] if key[0] == "mixed" else ()
+    runner = Runner(
+        model,
+        sizes,
+        buckets=buckets,
+        kv_scales=scales,
+        all_reduce=sums,
+        mixed=mixed,
+    )
     found = {k: (fn, shapes) for k, fn, shapes in runner.programs()}
     fn, shapes = found[tuple(key)]
     return Lowering(runner, fn), shapes

@@ -71,7 +71,15 @@ class FakeDevice:
             assert -(2**31) <= value < 2**31
             self.rows[row][column] = value
         prefill = self._prefill(plan.prefill) if plan.prefill else None
+        # In a mixed batch rows that have just begun are not decoded.
+        new = [chunk.slot for chunk in plan.prefill if chunk.sampled]
+        new = new if plan.decode and plan.decode.mixed else []
+        flags = [self.rows[slot][Column.FLAGS] for slot in new]
+        for slot in new:
+            self.rows[slot][Column.FLAGS] = 0
         decode = self._decode(plan.decode) if plan.decode else None
+        for slot, flag in zip(new, flags, strict=True):
+            self.rows[slot][Column.FLAGS] = flag
         self.dispatched.append((prefill is not None, decode is not None))
         return prefill, decode
 
@@ -107,7 +115,8 @@ class FakeDevice:
     def _decode(self, decode):
         assert len(decode.rows) == decode.bucket
         one = decode.steps == 1 and not decode.drafts
-        assert one or not (decode.full or decode.replayed)
+        assert one or not (decode.full or decode.replayed or decode.mixed)
+        assert not (decode.full and decode.mixed)
         assert one or decode.drafts == self.config.drafts_of(decode.bucket)
         for i, row in enumerate(self.rows):
             if row[Column.FLAGS]:

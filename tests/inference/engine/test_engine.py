@@ -19,7 +19,8 @@ from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.request import EngineDead, joined
 from jaxscale.models import Tokenizer
-from tests.inference.conftest import SIZES
+from jaxscale.sharding import make_mesh
+from tests.inference.conftest import LLAMA, SIZES, Greedy, Served
 from tests.tiers import exhaustive
 
 
@@ -48,6 +49,26 @@ def test_tokens_are_those_of_the_whole_model(name, request):
         assert len(run.result(each)[0]) == 9
     counts = run.scheduler.counts
     assert counts.finished == counts.received == len(PROMPTS)
+
+
+@pytest.mark.parametrize("devices", [1, *exhaustive(2)])
+def test_prompts_and_decoding_in_one_pass(devices):
+    """A mixed batch gives everyone the tokens of the whole model."""
+    mesh = make_mesh({"tensor": 2}, jax.devices()[:2]) if devices == 2 else None
+    served = Served(LLAMA, mesh=mesh, kind=Greedy, mixed=((16, 4),))
+    run, keys = served.run(poison=True), []
+    served.runner.on_dispatch = lambda key, inputs: keys.append(key[0])
+    # Of one token, of several chunks, that end at once, and that share pages.
+    lengths = {"before": 30, "ends": 1, "long": 9, "again": 5, "short": 4}
+    names = ("page", "short", "long", "long", "one")
+    prompts = {name: PROMPTS[p] for name, p in zip(lengths, names, strict=True)}
+    for name, tokens in prompts.items():
+        run.add(name, tokens, max_tokens=lengths[name])
+    run.finish()
+    assert keys.count("mixed") > 3 and keys.count("prefill") == 1
+    for name, tokens in prompts.items():
+        run.check(name, tokens)
+        assert len(run.result(name)[0]) == lengths[name]
 
 
 SETTINGS = {

@@ -57,6 +57,19 @@ def test_pages_in_fp8_stay_where_they_are(key):
         assert not found.kernels[0].spilled
 
 
+@pytest.mark.parametrize("count", exhaustive(1, 4))
+def test_mixed_batches_copy_neither_weights_nor_pages(count):
+    key = ["mixed", 128, 2304, 64]
+    found = compile_for_h200(program, "llama3_8b", 1024, key, False, 128, count=count)
+    size = pool("llama3_8b", 1024, count)
+    assert found.aliased >= size
+    c, logits = preset("llama3_8b"), (64 + 16) * preset("llama3_8b").vocab_size * 4
+    smallest = c.num_heads * c.head_dim * c.d_model * 2 // count
+    assert [w for w in found.written(smallest) if w.size > logits] == []
+    kernels = {kernel.name: kernel.spilled for kernel in found.kernels}
+    assert "paged_attention" in kernels and not any(kernels.values()), kernels
+
+
 @pytest.mark.parametrize("count", [4, *exhaustive(1)])
 def test_drafts_copy_nothing_either(count):
     found = compile_for_h200(

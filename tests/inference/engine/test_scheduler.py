@@ -164,9 +164,10 @@ def params(rng):
     drafts=st.sampled_from((0, 2)),
     cache=st.booleans(),
     trouble=st.floats(0, 0.2),
+    mixes=st.sampled_from((0, 0.5, 1)),
 )
 def test_everything_is_answered_as_if_alone(
-    seed, lag, pages, steps, drafts, cache, trouble
+    seed, lag, pages, steps, drafts, cache, trouble, mixes
 ):
     """Whatever joins, leaves, is aborted, expires or is preempted."""
     rng = random.Random(seed)
@@ -185,7 +186,10 @@ def test_everything_is_answered_as_if_alone(
     scheduler = server.scheduler
     # At first only two may run, as where larger programs are not compiled yet.
     scheduler.max_running = 2
-    server.hints = lambda: {h: rng.random() < 0.2 for h in ("soon", "plain")}
+    server.hints = lambda: {
+        **{h: rng.random() < 0.2 for h in ("soon", "plain")},
+        "mixes": lambda tokens, keys, rows: rng.random() < mixes,
+    }
     for number in range(12):
         if number == 4:
             scheduler.max_running = scheduler.config.num_slots
