@@ -86,8 +86,8 @@ HEADLINES = (
         page="flover.md#measured",
         file="serving",
         cases=("saturated",),
-        device=H100,
         ours="jaxscale",
+        baselines="vllm",
     ),
     Headline(
         task="Decode",
@@ -128,10 +128,10 @@ NAMES = {
     "torch_async_tp": "PyTorch async TP",
     "torch_compile": "PyTorch, compiled",
     "torch_compile_graphs": "PyTorch, compiled, CUDA graphs",
-    "torch_continuous": "transformers, continuous batching",
     "torch_float8": "PyTorch, torchao float8",
     "torch_nccl": "PyTorch, NCCL",
     "torch_sdpa": "PyTorch SDPA",
+    "vllm": "vLLM",
 }
 """How the table writes the baselines."""
 
