@@ -17,7 +17,8 @@ from jaxscale.inference.engine.async_engine import AsyncEngine
 from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
-from jaxscale.inference.request import EngineDead, joined
+from jaxscale.inference.output import joined
+from jaxscale.inference.request import EngineDead
 from jaxscale.models import Tokenizer
 from tests.inference.conftest import SIZES
 from tests.tiers import exhaustive
