@@ -11,11 +11,13 @@ BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
-# Arguments of pytest in `make test`; with any, the notebooks are left out.
-PYTEST_ARGS ?=
-NOTEBOOKS := $(if $(PYTEST_ARGS),,$(wildcard examples/*.ipynb))
+# Arguments of pytest in `make test`; with any, the tour is left out.
+PYTEST_ARGS ?= --nbmake examples/00_tour.ipynb tests jaxscale pallas_kernels
 
-.PHONY: install quickstart test lint format tables docs clean
+# Tests start many processes, each of which would compile the packages anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: install quickstart test notebooks lint format tables docs clean
 
 install: $(DEV)
 
@@ -38,10 +40,12 @@ $(DEV): $(STAMP) requirements-dev.txt requirements-models.txt requirements-cuda.
 quickstart: $(STAMP)  ## Train, save, restore, prune and serve on real text; writes one HTML report.
 	$(BIN)/jaxscale quickstart $(ARGS)
 
-test: $(DEV)  ## Every test, doctest and notebook; the GPU tests where there is one.
+test: $(DEV)  ## Every test and doctest, and the tour; the GPU tests where there is one.
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
-	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -q -n 2 --nbmake $(NOTEBOOKS))
 	$(if $(CUDA),$(BIN)/python -m pytest -m "gpu or multigpu" tests)
+
+notebooks: $(DEV)  ## All notebooks; CI runs them once a week.
+	$(BIN)/python -m pytest -q -n 2 --nbmake $(wildcard examples/*.ipynb)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -46,7 +46,7 @@ import optax
 from flax import nnx
 
 from benchmarks.measure import command
-from benchmarks.measure.harness import Benchmark, Case, Custom, Measurement, Results
+from benchmarks.measure.harness import Case, Measurement, Results, by_seed
 from benchmarks.workloads import byte_text
 from jaxscale import models, sharding, training
 
@@ -318,11 +318,8 @@ def _cases(name: str, seeds: int) -> list[Case]:
     ]
 
 
-def _together(*_: Any) -> Measurement:
-    raise NotImplementedError("a seed is measured as a whole")
-
-
-BENCHMARK = Benchmark(
+BENCHMARK = by_seed(
+    ARMS,
     name="convergence",
     cases=[
         *_cases("bytes_600k", 3),
@@ -332,14 +329,9 @@ BENCHMARK = Benchmark(
         *_cases("fp8_300m", 3),
     ],
     quick_cases=_cases("tiny", 1),
-    inputs=lambda params, key: (),
-    implementations={name: Custom(_together) for name in ARMS},
     measure=measure,
     offers=lambda case, name: name in SETUPS[case.name].arms,
-    time="wall",
     timing="wall time of a step",
-    anywhere=True,
-    samples=1,
 )
 
 

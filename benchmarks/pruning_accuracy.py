@@ -40,12 +40,11 @@ from flax import nnx
 
 from benchmarks.measure import command
 from benchmarks.measure.harness import (
-    Benchmark,
     Case,
-    Custom,
     Measurement,
     NoMeasurement,
     Results,
+    by_seed,
 )
 from benchmarks.workloads import byte_text
 from benchmarks.workloads.scored import (
@@ -329,11 +328,8 @@ def _add_compared(results: Results) -> None:
             result.metrics = {**result.metrics, "bits_lost": lost}
 
 
-def _together(*_: Any) -> Measurement:
-    raise NotImplementedError("a seed is measured as a whole")
-
-
-BENCHMARK = Benchmark(
+BENCHMARK = by_seed(
+    NAMES,
     name="pruning_accuracy",
     cases=[
         *(
@@ -348,14 +344,9 @@ BENCHMARK = Benchmark(
         ),
     ],
     quick_cases=[Case("tiny", {"sparsity": 0.5, "seed": 0})],
-    inputs=lambda params, key: (),
-    implementations={name: Custom(_together) for name in NAMES},
     measure=measure,
     selectors={"seeds": "seed", "sparsities": "sparsity"},
-    time="wall",
     timing="wall time of a step under masks",
-    anywhere=True,
-    samples=1,
 )
 
 

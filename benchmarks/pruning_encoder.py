@@ -32,12 +32,11 @@ import numpy as np
 
 from benchmarks.measure import command
 from benchmarks.measure.harness import (
-    Benchmark,
     Case,
-    Custom,
     Measurement,
     NoMeasurement,
     Results,
+    by_seed,
 )
 from benchmarks.workloads.scored import MORE, PATTERNS, Scored, multiplied
 from jaxscale.models import EncoderModel, Tokenizer
@@ -214,11 +213,8 @@ def measure(
         yield case, results
 
 
-def _together(*_: Any) -> Measurement:
-    raise NotImplementedError("a seed is measured as a whole")
-
-
-BENCHMARK = Benchmark(
+BENCHMARK = by_seed(
+    NAMES,
     name="pruning_encoder",
     cases=[
         Case("minilm_l6", {"sparsity": sparsity, "seed": seed})
@@ -226,14 +222,9 @@ BENCHMARK = Benchmark(
         for sparsity in (0.5, 0.75)
     ],
     quick_cases=[Case("tiny", {"sparsity": 0.5, "seed": 0})],
-    inputs=lambda params, key: (),
-    implementations={name: Custom(_together) for name in NAMES},
     measure=measure,
     selectors={"seeds": "seed", "sparsities": "sparsity"},
-    time="wall",
     timing="wall time of pruning and embedding",
-    anywhere=True,
-    samples=1,
 )
 
 

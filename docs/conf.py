@@ -55,7 +55,7 @@ html_theme_options = {
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-# `make docs` runs the notebooks, once for each text; `make test` runs them elsewhere.
+# `make docs` runs the notebooks, once for each text; `make notebooks` elsewhere.
 nb_execution_mode = os.environ.get("JAXSCALE_NOTEBOOKS", "off")
 nb_execution_timeout = 600
 nb_execution_raise_on_error = True

@@ -246,6 +246,28 @@ class Benchmark:
         return f"{'device' if device else 'wall'} time, median of {samples}"
 
 
+def by_seed(names: Sequence[str], **fields: Any) -> Benchmark:
+    """A benchmark of what is trained or pruned, on any device.
+
+    Args:
+        names: Of its implementations.
+        fields: Others of `Benchmark`, of which ``measure`` takes the cases of a seed
+            together.
+    """
+
+    def together(*_: Any) -> Measurement:
+        raise NotImplementedError("a seed is measured as a whole")
+
+    return Benchmark(
+        inputs=lambda params, key: (),
+        implementations={name: Custom(together) for name in names},
+        time="wall",
+        anywhere=True,
+        samples=1,
+        **fields,
+    )
+
+
 @functools.cache
 def installed_version(package: str) -> str | None:
     """Version of a package; None if it is not installed."""

@@ -9,16 +9,15 @@ from jaxscale.inference.engine.hosts import HostLost
 from jaxscale.inference.engine.kv_scales import measure_kv_scales
 from jaxscale.inference.engine.make import follow, make_engine
 from jaxscale.inference.llm import GREEDY, LLM, Generation, generate
+from jaxscale.inference.output import Output, TokenLogprobs
 from jaxscale.inference.request import (
     Draining,
     EngineDead,
     Guide,
     InvalidRequest,
-    Output,
     Overloaded,
     Request,
     SamplingParams,
-    TokenLogprobs,
 )
 from jaxscale.public import listing
 

@@ -18,14 +18,8 @@ from jaxscale.inference.engine.make import make_engine
 from jaxscale.inference.engine.output_processor import Sink
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.lora_modules import LoraModules, load_decoder, read_adapters
-from jaxscale.inference.request import (
-    EngineDead,
-    Output,
-    Overloaded,
-    Request,
-    SamplingParams,
-    joined,
-)
+from jaxscale.inference.output import Output, joined
+from jaxscale.inference.request import EngineDead, Overloaded, Request, SamplingParams
 from jaxscale.inference.run_directory import is_run
 from jaxscale.models.adapters import checkpoint_config, with_adapters
 from jaxscale.models.decoder import Decoder

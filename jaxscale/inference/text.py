@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
-from jaxscale.inference.request import FinishReason, SamplingParams
+from jaxscale.inference.output import FinishReason
+from jaxscale.inference.request import SamplingParams
 
 
 _LOST = "\N{REPLACEMENT CHARACTER}"

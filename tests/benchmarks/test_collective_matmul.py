@@ -18,6 +18,7 @@ from benchmarks.rivals.collective_baselines import AXIS
 from pallas_kernels.mosaic import H200, use_device
 from tests.compiled import compile_for_h200
 from tests.lowering import CUSTOM_CALL, MULTICAST_MARK
+from tests.tiers import exhaustive, first
 
 
 def params(kind="all_gather", tp=4, m=32, n=256, k=256):
@@ -137,8 +138,14 @@ def windowed_program(devices, kind):
     return jitted, arguments
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "tp"),
+    [
+        ("all_gather", 2),
+        ("reduce_scatter", 4),
+        *exhaustive(("all_gather", 4), ("reduce_scatter", 2)),
+    ],
+)
 def test_xla_windows_what_is_called_so(kind, tp):
     """Parts go around while others are multiplied, and no collective is left.
 
@@ -246,7 +253,9 @@ REAL = [
 ]
 
 
-@pytest.mark.parametrize("case", REAL, ids=lambda c: f"{c['kind']}-{c['M']}")
+@pytest.mark.parametrize(
+    "case", first(REAL, REAL[0], REAL[2]), ids=lambda c: f"{c['kind']}-{c['M']}"
+)
 def test_loops_of_every_form_lower_for_cuda(case, monkeypatch):
     """The programs that the GPUs will run, but for XLA's part."""
     from jax.experimental.pallas.ops.gpu import collective_matmul_mgpu as sample

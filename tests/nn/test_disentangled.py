@@ -22,6 +22,7 @@ from jaxscale.nn import (
 )
 from jaxscale.sharding import REPLICATED, MeshConfig, fsdp_tp, make_mesh, place
 from pallas_kernels.dispatch import Unsupported
+from tests.tiers import exhaustive
 
 
 BOUNDS = np.array([[0, 5, 5, 14], [0, 1, 16, 16]])
@@ -224,7 +225,7 @@ def assert_equal(actual, expected):
         np.testing.assert_allclose(grad, other, atol=2e-5 * scale)
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("kind", ["explicit", *exhaustive("auto")])
 def test_split_over_devices(kind, expected):
     rules = fsdp_tp()
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2, axis_type=kind))

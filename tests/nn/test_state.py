@@ -32,6 +32,7 @@ from jaxscale.sharding import (
     place,
 )
 from tests.decoding import decode
+from tests.tiers import exhaustive
 from tests.tolerances import relative_error
 
 
@@ -68,7 +69,7 @@ def run(model, tokens, cu_seqlens=None):
     return model(tokens, cu_seqlens=cu_seqlens)
 
 
-@pytest.mark.parametrize("how", ["scanned", "unrolled", "served"])
+@pytest.mark.parametrize("how", ["scanned", "served", *exhaustive("unrolled")])
 def test_windows_of_single_layers_reach_decoding(how):
     # Seven layers: a pattern of three, twice, and the beginning of another.
     model = make(alternating(7 if how == "scanned" else 4), scan_layers=True)
@@ -98,7 +99,8 @@ def test_single_blocks_that_are_alike_are_traced_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "stacked"), [("auto", False), ("explicit", True), ("manual", True)]
+    ("kind", "stacked"),
+    [("explicit", True), ("manual", True), *exhaustive(("auto", False))],
 )
 def test_windows_of_single_layers_decode_on_meshes(kind, stacked):
     # Tokens, which come singly, are whole.

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 from jaxscale import sharding
-from jaxscale.inference import generate
 from jaxscale.models import Decoder, EncoderModel, HeadConfig, encoder_preset
 from jaxscale.nn import TileSparseLinear
 from jaxscale.pruning import (
@@ -25,6 +24,7 @@ from jaxscale.pruning import (
 )
 from jaxscale.training import Checkpointer
 from tests.pruning.conftest import CONFIG, batches, mean_loss, perturbed
+from tests.tiers import exhaustive
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -160,7 +160,7 @@ def two_shards():
     return sparse, batch, loss, grads
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [2, *exhaustive(1)])
 def test_sharded_equals_unsharded(tensor, two_shards):
     """Two shards on two devices, and both on each of them; values and gradients."""
     sparse, batch, loss, grads = two_shards
@@ -229,7 +229,7 @@ def test_hidden_features_stay_where_leaving_them_out_would_change_the_model():
     assert relative_error(run(sparse), expected) < RELATIVE[expected.dtype]
 
 
-@pytest.mark.parametrize("kind, shards", [("gated", 1), ("biased", 2)])
+@pytest.mark.parametrize("kind, shards", [("biased", 2), *exhaustive(("gated", 1))])
 def test_single_weights_become_rows_of_tiles(kind, shards, model):
     """Values and gradients of tile-element-wise masks; what is pruned stays zero."""
     model = perturbed(model) if kind == "gated" else biased()
@@ -277,7 +277,11 @@ def test_single_weights_become_rows_of_tiles(kind, shards, model):
 
 @pytest.mark.parametrize(
     "name, unstacked",
-    [("modernbert", "before"), ("modernbert", "after"), ("deberta_v3", None)],
+    [
+        ("modernbert", "before"),
+        ("deberta_v3", None),
+        *exhaustive(("modernbert", "after")),
+    ],
 )
 def test_encoders(name, unstacked):
     """A first layer of its own; positions through the layers of queries and keys."""
@@ -302,13 +306,6 @@ def test_tiles_of_a_layer_have_equal_room(model):
     for layer in sparse_layers(sparse).values():
         counts = np.asarray(layer.counts[...])
         assert counts.max() - counts.min() <= 1
-
-
-def test_generation_is_that_of_the_masked_model(model):
-    _, masked, sparse = pruned(perturbed(model))
-    prompts = [[1, 2, 3], [4, 5]]
-    expected = generate(masked, prompts, max_new_tokens=6)
-    assert generate(sparse, prompts, max_new_tokens=6) == expected
 
 
 def copied(model, directory):

@@ -1,5 +1,6 @@
 """Sums of rows, and the gradients of look-ups that are made of them."""
 
+import itertools
 import re
 import sys
 
@@ -11,9 +12,11 @@ import pytest
 from jaxscale.sharding import dp, fsdp, fsdp_tp, gather, make_mesh
 from jaxscale.sharding.lookup import row_sums
 from tests.compiled import compile_for_h200
+from tests.tiers import exhaustive, first
 
 
 P = jax.sharding.PartitionSpec
+summed = jax.jit(row_sums, static_argnums=(2, 3))
 RULES = {"data": dp, "fsdp": fsdp, "tensor": fsdp_tp}
 TABLE_AXES, OUT_AXES = ("vocab", "embed"), ("batch", "tokens", "act_embed")
 
@@ -49,13 +52,20 @@ INDICES = {
 }
 
 
-@pytest.mark.parametrize("name", INDICES)
-@pytest.mark.parametrize("rest", [(), (6,), (2, 3)])
+@pytest.mark.parametrize(
+    ("name", "rest"),
+    first(
+        itertools.product(INDICES, [(6,), (), (2, 3)]),
+        *((name, (6,)) for name in INDICES),
+        ("mixed", ()),
+        ("mixed", (2, 3)),
+    ),
+)
 def test_row_sums(name, rest):
     indices = np.asarray(INDICES[name], np.int32)
     rows = 1000 if name == "all_different" else 5
     values = values_of(indices, rest)
-    sums = jax.jit(row_sums, static_argnums=2)(values, jnp.asarray(indices), rows)
+    sums = summed(values, jnp.asarray(indices), rows)
     assert sums.shape == (rows, *rest) and sums.dtype == jnp.float32
     np.testing.assert_allclose(
         sums, expected(values, indices, rows), rtol=2e-6, atol=1e-5
@@ -65,17 +75,17 @@ def test_row_sums(name, rest):
 def test_narrow_values_are_summed_in_fp32():
     """In bf16, 512 ones and a thousand times 1/64 would stop at 512."""
     values = jnp.concatenate([jnp.ones(512), jnp.full(1024, 1 / 64)])
-    sums = row_sums(values.astype(jnp.bfloat16), jnp.zeros(1536, jnp.int32), 1)
+    sums = summed(values.astype(jnp.bfloat16), jnp.zeros(1536, jnp.int32), 1)
     assert sums.dtype == jnp.bfloat16 and float(sums[0]) == 528
     values = jnp.full(1000, 1 + 1 / 128, jnp.bfloat16)
-    sums = row_sums(values, jnp.zeros(1000, jnp.int32), 1, jnp.float32)
+    sums = summed(values, jnp.zeros(1000, jnp.int32), 1, jnp.dtype(jnp.float32))
     assert sums.dtype == jnp.float32 and float(sums[0]) == 1000 * (1 + 1 / 128)
 
 
 def test_narrow_indices():
     """Places that are dropped have numbers that do not fit them."""
     indices, values = np.arange(200) % 100, values_of(range(200), (3,))
-    sums = row_sums(values, jnp.asarray(indices, jnp.int8), 120)
+    sums = summed(values, jnp.asarray(indices, jnp.int8), 120)
     np.testing.assert_allclose(sums, expected(values, indices, 120), atol=1e-6)
 
 
@@ -97,9 +107,13 @@ def test_the_type_of_the_result():
             table, indices, TABLE_AXES, OUT_AXES, fsdp_tp(), dtype=jnp.bfloat16
         )
 
-    found, pull = jax.vjp(look_up, table)
+    @jax.jit
+    def with_gradient(table, dy):
+        found, pull = jax.vjp(look_up, table)
+        return found, *pull(dy)
+
+    found, sums = with_gradient(table, dy)
     assert (found == table.astype(jnp.bfloat16)[indices]).all()
-    (sums,) = pull(dy)
     assert sums.dtype == jnp.float32
     want = expected(dy.reshape(-1, 4), indices.reshape(-1).tolist(), 5)
     np.testing.assert_allclose(sums, want, rtol=2e-6, atol=1e-5)
@@ -133,10 +147,12 @@ def gradient(devices, axis, rows, features, tokens):
 @pytest.mark.parametrize(
     ("axis", "rows", "collective"),
     [
-        ("data", 512, "all-reduce"),
-        ("fsdp", 512, "reduce-scatter"),  # more tokens than rows: whole rows
         ("fsdp", 65536, "all-to-all"),  # more rows than tokens: columns in place
         ("tensor", 512, None),
+        *exhaustive(
+            ("data", 512, "all-reduce"),
+            ("fsdp", 512, "reduce-scatter"),  # more tokens than rows: whole rows
+        ),
     ],
 )
 def test_no_sum_depends_on_what_comes_first(axis, rows, collective):
@@ -148,9 +164,21 @@ def test_no_sum_depends_on_what_comes_first(axis, rows, collective):
         assert found.count(collective) == 1
 
 
-@pytest.mark.parametrize(("kind", "batch"), [("auto", 8), ("auto", 2), ("explicit", 8)])
-@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}])
-@pytest.mark.parametrize("rows", [16, 512])
+@pytest.mark.parametrize(
+    ("kind", "batch", "sizes", "rows"),
+    [
+        ("auto", 8, {"data": 2, "fsdp": 2, "tensor": 2}, 16),
+        ("auto", 2, {"fsdp": 8}, 512),
+        ("explicit", 8, {"data": 2, "fsdp": 2, "tensor": 2}, 512),
+        ("explicit", 8, {"fsdp": 8}, 16),
+        *exhaustive(
+            ("auto", 8, {"fsdp": 8}, 512),
+            ("auto", 2, {"data": 2, "fsdp": 2, "tensor": 2}, 512),
+            ("auto", 2, {"fsdp": 8}, 16),
+            ("explicit", 8, {"fsdp": 8}, 512),
+        ),
+    ],
+)
 def test_gradients_on_meshes(kind, sizes, rows, batch):
     """Those of one device; Auto axes need not divide the batch."""
     mesh, rules = make_mesh({**sizes, "axis_type": kind}), fsdp_tp()

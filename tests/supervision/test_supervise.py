@@ -24,6 +24,7 @@ from jaxscale.supervision import (
 from jaxscale.supervision.executor import _environment
 from jaxscale.supervision.state import DONE, State, read
 from tests.supervision.fake_rank import unbroken
+from tests.tiers import exhaustive
 
 
 STEPS = 24
@@ -256,7 +257,7 @@ def test_batches_are_left_out_at_a_spike_that_comes_back(run, tmp_path):
     assert losses(tmp_path) == unbroken(STEPS, left_out=(16, 17, 18))
 
 
-@pytest.mark.parametrize("start", [2, 3])
+@pytest.mark.parametrize("start", [3, *exhaustive(2)])
 def test_a_start_that_dies_before_it_restores_goes_back_all_the_same(
     run, tmp_path, start
 ):
@@ -415,7 +416,7 @@ def test_a_slow_rank_is_named_while_the_job_goes_on(run, tmp_path):
     assert events[0]["args"]["factors"][0] > 3
 
 
-@pytest.mark.parametrize("excludes", [True, False])
+@pytest.mark.parametrize("excludes", [True, *exhaustive(False)])
 def test_a_slow_host_is_left_out_where_that_is_asked_for(tmp_path, excludes):
     check = tmp_path / "check.sh"
     check.touch()

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jaxscale.models import EncoderModel, encoder_head, encoder_preset
 from jaxscale.sharding import fsdp_tp, make_mesh, shardings
 from jaxscale.training import accumulated, masked_lm_loss
+from tests.tiers import exhaustive
 from tests.training.layouts import Layout, errors, rows_of
 
 
@@ -28,8 +29,6 @@ from tests.training.layouts import Layout, errors, rows_of
             replicated=True,
             moments_over_data=True,
         ),
-        Layout(data=4, fsdp=2, zero=3, model="gptj_tiny", moments_over_data=True),
-        Layout(data=4, fsdp=2, zero=2),
         Layout(
             fsdp=2,
             tensor=2,
@@ -40,13 +39,17 @@ from tests.training.layouts import Layout, errors, rows_of
             vocab=65,
         ),
         Layout(fsdp=2, context=2, tensor=2, tensor_parallel="xla", windows=(5, None)),
-        Layout(
-            data=2,
-            context=4,
-            microbatches=1,
-            model="gpt2_tiny",
-            packed=False,
-            windows=(5,),
+        *exhaustive(
+            Layout(data=4, fsdp=2, zero=3, model="gptj_tiny", moments_over_data=True),
+            Layout(data=4, fsdp=2, zero=2),
+            Layout(
+                data=2,
+                context=4,
+                microbatches=1,
+                model="gpt2_tiny",
+                packed=False,
+                windows=(5,),
+            ),
         ),
     ],
     ids=str,

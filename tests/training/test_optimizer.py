@@ -185,7 +185,8 @@ def test_a_parameter_or_an_update_of_zero_has_the_ratio_one():
 
 def updated(optimizer, updates, weights):
     with jax.numpy_dtype_promotion("standard"):  # as in the training step
-        return optimizer.update(updates, optimizer.init(weights), weights)[0]
+        update = jax.jit(lambda u, w: optimizer.update(u, optimizer.init(w), w)[0])
+        return update(updates, weights)
 
 
 def test_muon_is_that_of_each_layers_matrix(stacked):

@@ -23,6 +23,7 @@ from jaxscale.sharding import (
 )
 from jaxscale.training.pipelined import pipelined, pipelined_sums
 from jaxscale.training.planning.hlo import transfers
+from tests.tiers import exhaustive
 from tests.training.layouts import (
     LOSS,
     ROWS,
@@ -35,20 +36,27 @@ from tests.training.layouts import (
 )
 
 
-# Any two of model, axes, ZeRO, chunks, rows, communication and remat meet;
-# `every_layout` runs the whole product.
-COVERING = [
+# Each of model, axes, ZeRO 1 and 3, chunks, rows, communication, remat and schedule.
+QUICK = [
     Layout(pipe=2, fsdp=2, tensor=2, chunks=2, tensor_parallel="xla"),
     Layout(
         pipe=2, data=2, fsdp=2, zero=1, model="gpt2_tiny", packed=False, layers=3,
-        remat="full", replicated=True, moments_over_data=True,
+        remat="full", replicated=True, moments_over_data=True, kind="gpipe",
     ),
+    Layout(
+        pipe=2, data=2, tensor=2, zero=1, chunks=4, model="gptj_tiny", layers=9,
+        packed=False, vocab=65,
+    ),
+    Layout(
+        pipe=2, context=2, tensor=2, chunks=2, layers=8, windows=(5, None),
+        tensor_parallel="fused", remat="attention",
+    ),
+]  # fmt: skip
+# With these any two of them meet; `every_layout` runs the whole product.
+COVERING = [
     Layout(
         pipe=4, tensor=2, zero=2, model="gptj_tiny", layers=6, microbatches=4,
         tensor_parallel="fused", remat="attention",
-    ),
-    Layout(
-        pipe=2, data=2, tensor=2, zero=1, chunks=4, layers=9, packed=False, vocab=65,
     ),
     Layout(
         pipe=4, fsdp=2, chunks=2, model="gpt2_tiny", layers=9, microbatches=4,
@@ -57,12 +65,7 @@ COVERING = [
     Layout(pipe=2, fsdp=4, zero=2, chunks=2, model="gptj_tiny", remat="dots"),
     Layout(pipe=8, layers=8, microbatches=1, packed=False, scan_layers=False),
     Layout(
-        pipe=2, data=2, fsdp=2, chunks=2, kind="gpipe", model="gpt2_tiny",
-        moments_over_data=True,
-    ),
-    Layout(
-        pipe=2, context=2, tensor=2, chunks=2, layers=8, windows=(5, None),
-        tensor_parallel="fused", remat="attention",
+        pipe=2, data=2, fsdp=2, chunks=2, model="gpt2_tiny", moments_over_data=True,
     ),
     Layout(
         pipe=2, fsdp=2, context=2, model="gptj_tiny", packed=False, layers=3,
@@ -72,14 +75,14 @@ COVERING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", COVERING, ids=str)
+@pytest.mark.parametrize("layout", [*QUICK, *exhaustive(*COVERING)], ids=str)
 def test_loss_and_gradients_are_those_of_one_device(layout):
     found = errors(layout)
     assert max(found.values()) < 1e-5, found
 
 
 @pytest.mark.parametrize(
-    ("chunks", "layers", "axis"), [(1, 4, "context"), (2, 5, "tensor")]
+    ("chunks", "layers", "axis"), [*exhaustive((1, 4, "context")), (2, 5, "tensor")]
 )
 def test_evaluation_runs_forward_passes_alone(chunks, layers, axis):
     split: dict[str, Any] = {axis: 2}
@@ -98,6 +101,7 @@ def test_evaluation_runs_forward_passes_alone(chunks, layers, axis):
         np.testing.assert_allclose(x, y, rtol=1e-5)
 
 
+@pytest.mark.exhaustive  # what a stage carries is checked without XLA, too
 def test_memory_does_not_grow_with_microbatches():
     """Rows of a microbatch stay the same: only their number grows."""
     wide = dataclasses.replace(shape("llama_tiny", 4), d_model=256, d_ff=256)
@@ -164,6 +168,40 @@ def products(jaxpr):
     return total
 
 
+RUNNER = pipeline._Runner
+
+
+def kept_by_a_stage(monkeypatch, rows=ROWS, **options):
+    """What waits for the backward pass, and the weights, without the axes of slots and
+    chunks; and all that a stage carries from tick to tick. Shapes of them."""
+    stash, weights, carried = [], set(), []
+
+    class Spy(RUNNER):
+        def run(self, *, gradients):
+            carry = super().run(gradients=gradients)
+            stash.extend(x.shape[2:] for x in jax.tree.leaves(carry.stash))
+            weights.update(x.shape[2:] for x in jax.tree.leaves(self.chunks))
+            carried.extend(x.shape for x in jax.tree.leaves(carry))
+            return carry
+
+    monkeypatch.setattr(pipeline, "_Runner", Spy)
+    layout = Layout(pipe=2, fsdp=2, tensor=2, **options)
+    model, batch = layout.arguments()
+    batch = jax.tree.map(lambda x: x[:rows], batch)
+    with jax.set_mesh(layout.mesh):
+        jax.eval_shape(layout.gradients, model, batch)
+    return stash, weights, carried
+
+
+def test_a_stage_keeps_no_more_for_more_microbatches(monkeypatch):
+    """Rows of a microbatch stay the same: only their number grows."""
+    *_, few = kept_by_a_stage(monkeypatch, microbatches=4, rows=ROWS // 2)
+    *_, many = kept_by_a_stage(monkeypatch, microbatches=8)
+    assert few == many and len(many) > 20
+    *_, all_of_them = kept_by_a_stage(monkeypatch, microbatches=8, kind="gpipe")
+    assert all_of_them != many  # the check sees what grows
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -174,20 +212,7 @@ def products(jaxpr):
     ids=str,
 )
 def test_no_copy_of_the_weights_waits_for_the_backward_pass(options, monkeypatch):
-    kept = []
-
-    class Spy(pipeline._Runner):
-        def run(self, *, gradients):
-            carry = super().run(gradients=gradients)
-            kept.extend(x.shape[2:] for x in jax.tree.leaves(carry.stash))
-            weights.update(x.shape[2:] for x in jax.tree.leaves(self.chunks))
-            return carry
-
-    weights = set()
-    monkeypatch.setattr(pipeline, "_Runner", Spy)
-    layout = Layout(pipe=2, fsdp=2, tensor=2, **options)
-    with jax.set_mesh(layout.mesh):
-        jax.eval_shape(layout.gradients, *layout.arguments())
+    kept, weights, _ = kept_by_a_stage(monkeypatch, **options)
     matrices = {shape for shape in weights if len(shape) == 3}  # [group, in, out]
     single = {shape[1:] for shape in matrices}
     assert len(kept) > 10 and len(single) > 3
@@ -198,8 +223,10 @@ def test_no_copy_of_the_weights_waits_for_the_backward_pass(options, monkeypatch
     ("layout", "looped"),
     [
         (Layout(pipe=2, data=2, fsdp=2, zero=1), ["pipe"]),
-        (Layout(pipe=2, data=2, fsdp=2, zero=2), ["pipe", "fsdp"]),
-        (Layout(data=4, fsdp=2, zero=1), []),
+        *exhaustive(
+            (Layout(pipe=2, data=2, fsdp=2, zero=2), ["pipe", "fsdp"]),
+            (Layout(data=4, fsdp=2, zero=1), []),
+        ),
         (Layout(data=4, fsdp=2, zero=3), ["fsdp"]),
     ],
     ids=str,
@@ -212,7 +239,9 @@ def test_devices_with_other_rows_are_summed_over_once_a_step(layout, looped):
     assert "data" in outside
 
 
-@pytest.mark.parametrize(("model", "times"), [("gptj_tiny", 1), ("llama_tiny", 2)])
+@pytest.mark.parametrize(
+    ("model", "times"), [("gptj_tiny", 1), *exhaustive(("llama_tiny", 2))]
+)
 def test_what_a_layer_gathers_and_scatters(model, times):
     """A parallel block gathers and scatters the tokens once, forward and backward."""
     layout = Layout(

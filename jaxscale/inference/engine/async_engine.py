@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from jaxscale.inference.engine.engine import Engine
-from jaxscale.inference.request import EngineDead, Output, Request, joined
+from jaxscale.inference.output import Output, joined
+from jaxscale.inference.request import EngineDead, Request
 
 
 type _News = list[Output] | EngineDead

@@ -10,13 +10,8 @@ from jaxscale.inference.engine.sampling import NUM_TOP
 from jaxscale.inference.engine.scheduler_output import Chunk, Progress
 from jaxscale.inference.engine.sequence import Sequence
 from jaxscale.inference.grammar import Matcher
-from jaxscale.inference.request import (
-    EngineDead,
-    FinishReason,
-    Output,
-    Request,
-    TokenLogprobs,
-)
+from jaxscale.inference.output import FinishReason, Output, TokenLogprobs
+from jaxscale.inference.request import EngineDead, Request
 from jaxscale.inference.text import TextDecoder, TextStream
 from jaxscale.inference.token_rules import TokenRules
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduler_output import Counts
 from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
-from jaxscale.inference.request import FinishReason, Request
+from jaxscale.inference.output import FinishReason
+from jaxscale.inference.request import Request
 
 
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of the n continuations

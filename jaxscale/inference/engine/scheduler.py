@@ -30,13 +30,8 @@ from jaxscale.inference.engine.scheduling_policy import (
 )
 from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 from jaxscale.inference.engine.waiting_queue import BY_ORDER, WaitingQueue
-from jaxscale.inference.request import (
-    Draining,
-    FinishReason,
-    InvalidRequest,
-    Overloaded,
-    Request,
-)
+from jaxscale.inference.output import FinishReason
+from jaxscale.inference.request import Draining, InvalidRequest, Overloaded, Request
 
 
 class Scheduler:

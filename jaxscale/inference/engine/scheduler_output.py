@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from jaxscale.inference.engine.sequence import Sequence
-from jaxscale.inference.request import FinishReason
+from jaxscale.inference.output import FinishReason
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
 import dataclasses
 import enum
 
-from jaxscale.inference.request import FinishReason, Request
+from jaxscale.inference.output import FinishReason
+from jaxscale.inference.request import Request
 
 
 class SequenceStatus(enum.Enum):

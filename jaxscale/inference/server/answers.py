@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from jaxscale.inference.output import Output
 from jaxscale.inference.reasoning import ReasoningParser
-from jaxscale.inference.request import Output
 from jaxscale.inference.server.conversation import Conversation
 from jaxscale.inference.tool_parser import CallDelta, ToolCall, ToolParser, gathered
 

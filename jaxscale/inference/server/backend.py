@@ -14,8 +14,9 @@ from jaxscale.inference.engine.make import freeze_gc_heap
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduler_output import Counts, SchedulerEvent
 from jaxscale.inference.engine.timeline import Timeline
+from jaxscale.inference.output import Output
 from jaxscale.inference.reasoning import TAIL, ReasoningFormat
-from jaxscale.inference.request import Output, Request
+from jaxscale.inference.request import Request
 from jaxscale.inference.text_bound import TextBound
 from jaxscale.inference.tools import ToolFormat
 from jaxscale.models.tokenizer import Tokenizer

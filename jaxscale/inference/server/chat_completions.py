@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
-from jaxscale.inference.request import Output
+from jaxscale.inference.output import Output
 from jaxscale.inference.server.answers import AnswerParser, Reasoning, answer
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller, noted, prepared, rendered

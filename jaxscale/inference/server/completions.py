@@ -10,7 +10,8 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
-from jaxscale.inference.request import Output, Request, TokenLogprobs
+from jaxscale.inference.output import Output, TokenLogprobs
+from jaxscale.inference.request import Request
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import (
     Caller,

@@ -6,13 +6,8 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from jaxscale.inference.request import (
-    Draining,
-    EngineDead,
-    InvalidRequest,
-    Output,
-    Overloaded,
-)
+from jaxscale.inference.output import Output
+from jaxscale.inference.request import Draining, EngineDead, InvalidRequest, Overloaded
 
 
 _TYPES = {

@@ -8,7 +8,8 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from jaxscale.inference.request import Output, Request, joined
+from jaxscale.inference.output import Output, joined
+from jaxscale.inference.request import Request
 from jaxscale.inference.server.backend import Backend
 from jaxscale.inference.server.errors import check_outcome
 from jaxscale.inference.server.metrics import Metrics

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxscale.inference.request import Request, TokenLogprobs
+from jaxscale.inference.output import TokenLogprobs
+from jaxscale.inference.request import Request
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.conversation import Conversation
 from jaxscale.inference.text import Detokenizer

@@ -9,7 +9,8 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
-from jaxscale.inference.request import InvalidRequest, Output
+from jaxscale.inference.output import Output
+from jaxscale.inference.request import InvalidRequest
 from jaxscale.inference.server.answers import AnswerParser, Block, BlockEvent, Blocks
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller, noted, prepared

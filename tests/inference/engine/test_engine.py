@@ -17,7 +17,8 @@ from jaxscale.inference.engine.async_engine import AsyncEngine
 from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
-from jaxscale.inference.request import EngineDead, joined
+from jaxscale.inference.output import joined
+from jaxscale.inference.request import EngineDead
 from jaxscale.models import Tokenizer
 from jaxscale.sharding import make_mesh
 from tests.inference.conftest import LLAMA, SIZES, Greedy, Served

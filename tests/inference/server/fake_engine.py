@@ -13,14 +13,8 @@ from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduler_output import Counts, SchedulerEvent
 from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
 from jaxscale.inference.engine.timeline import Timeline
-from jaxscale.inference.request import (
-    Draining,
-    EngineDead,
-    InvalidRequest,
-    Output,
-    Overloaded,
-    TokenLogprobs,
-)
+from jaxscale.inference.output import Output, TokenLogprobs
+from jaxscale.inference.request import Draining, EngineDead, InvalidRequest, Overloaded
 from jaxscale.inference.server import Load, TextModel
 from jaxscale.inference.text import TextStream
 from jaxscale.models import Tokenizer

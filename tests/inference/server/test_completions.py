@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from jaxscale.inference.request import Request, TokenLogprobs
+from jaxscale.inference.output import TokenLogprobs
+from jaxscale.inference.request import Request
 from jaxscale.inference.server.logprobs import CompletionLogprobs
 from tests.inference.server.conftest import events
 from tests.inference.server.fake_engine import TOKENIZER, FakeEngine, text_model

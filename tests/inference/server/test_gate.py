@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxscale.inference.request import Output
+from jaxscale.inference.output import Output
 from jaxscale.inference.server import ServerConfig
 from jaxscale.inference.server.run import _named
 from jaxscale.inference.text_bound import TextBound

@@ -75,7 +75,6 @@ def program(devices, name, gradient):
         [(name, True) for name in CASES] + [("llama3_8b", False)],
         ("llama3_8b", True),
         ("alibi", True),
-        ("gemma2_9b", True),
     ),
 )
 def test_a_pass_is_one_kernel_without_tables(name, gradient):

@@ -214,22 +214,29 @@ def test_gathers_in_the_order_of_k(name):
     check_gather(cpu_mesh(data=1, tensor=2), config=K_ORDER, **STEPS[name])
 
 
-@pytest.mark.parametrize("keep", [False, *exhaustive(True)])
+@pytest.mark.exhaustive  # as over two, and in the order of rows over four
+@pytest.mark.parametrize("keep", [False, True])
 def test_gathers_in_the_order_of_k_over_four_devices(keep):
     config = dataclasses.replace(K_ORDER, buffers=3, piece_chunks=8)
     case = {"rows": 4 * 72, "columns": (128,), "depth": (640,)}
     check_gather(cpu_mesh(data=1, tensor=4), config=config, keep=keep, **case)
 
 
-@pytest.mark.parametrize("cluster", ["m", "n"])
+@pytest.mark.parametrize("cluster", ["m", *exhaustive("n")])
 def test_pairs_of_blocks_gather_in_the_order_of_k(cluster):
     config = dataclasses.replace(K_ORDER, cluster=cluster)
     case = {"rows": 144, "columns": (256,), "depth": (640,), "concurrent_blocks": True}
     check_gather(cpu_mesh(data=1, tensor=2), config=config, **case)
 
 
-@pytest.mark.parametrize(("kind", "transfer"), KIND_AND_TRANSFER)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "kind", "transfer"),
+    first(
+        [(name, *how) for name in CASES for how in KIND_AND_TRANSFER],
+        *((name, "reduce_scatter", "pull") for name in CASES),
+        *((name, *how) for name in ("several", "ragged") for how in KIND_AND_TRANSFER),
+    ),
+)
 def test_reductions(name, kind, transfer):
     config = dataclasses.replace(SMALL, transfer=transfer)
     check_reduction(cpu_mesh(data=1, tensor=2), kind=kind, config=config, **CASES[name])
@@ -409,7 +416,8 @@ def problem_of(spec, devices, rows, kind=None):
     )
 
 
-@pytest.mark.parametrize("spec", first(SPECS[:2], SPECS[0]), ids=lambda spec: spec.name)
+@pytest.mark.exhaustive  # tuned and heuristic choices are those of the manifest
+@pytest.mark.parametrize("spec", SPECS[:2], ids=lambda spec: spec.name)
 def test_every_candidate_of_the_tuner_lowers(spec):
     problem = problem_of(spec, 4, 8192)
     found = candidates(problem, H200)

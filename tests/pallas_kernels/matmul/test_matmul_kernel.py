@@ -106,11 +106,11 @@ def test_gradients_run_the_kernel_under_shard_map_and_vmap():
 
 
 @pytest.mark.parametrize(
-    "shape", [(4096, 4096, 4096), (512, 6144, 4096), (2048, 2560, 8192)]
+    ("m", "n", "k"),
+    [(4096, 4096, 4096), *exhaustive((512, 6144, 4096), (2048, 2560, 8192))],
 )
 @pytest.mark.parametrize("out_dtype", [jnp.bfloat16, *exhaustive(jnp.float32)])
-def test_every_candidate_of_the_tuner_lowers(shape, out_dtype):
-    m, n, k = shape
+def test_every_candidate_of_the_tuner_lowers(m, n, k, out_dtype):
     problem = Problem(m=m, n=n, k=k, dtype=BF16, out_dtype=jnp.dtype(out_dtype))
     found = candidates(problem, H200)
     assert len(found) >= 3

@@ -24,7 +24,7 @@ from tests.pallas_kernels.tile_sparse_matmul.cases import random_mask, random_we
 SMALL = (24, 12, 4, [5, 0, 24])  # inputs, outputs, tile, counts
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(st.data())
 def test_round_trip_of_random_weights(data):
     granularity = data.draw(st.sampled_from([1, 8]))

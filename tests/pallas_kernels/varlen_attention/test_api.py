@@ -165,7 +165,7 @@ def test_shard_map_over_heads_and_data(kv_heads):
     assert_trees_close(run(*arguments), expected, atol=5e-6)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, *exhaustive(AxisType.Auto)])
 def test_compiler_partitioned(axis_type):
     expected, arguments = expected_gradients(4, 4)
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(axis_type,) * 2)

@@ -264,6 +264,7 @@ def test_other_lengths_have_the_distance_of_the_diagonal():
     np.testing.assert_allclose(out[:5], full[0][7:12], atol=1e-6)
 
 
+@pytest.mark.exhaustive  # the reference's gradient is what others compare with
 def test_finite_differences():
     tensors, buckets, options = make("all", tokens=12)
     cu = np.array([0, 7, 12])
@@ -436,6 +437,7 @@ def test_compiler_partitioned(axis_type):
         assert "all-gather" not in run.lower(tensors, cu).compile().as_text()
 
 
+@pytest.mark.exhaustive  # as without a bias
 def test_memory_is_linear_in_the_tokens():
     def peak(tokens):
         x = jax.ShapeDtypeStruct((tokens, 2, 16), jnp.float32)

@@ -181,6 +181,7 @@ def test_memory_is_linear_in_the_tokens():
     assert large < 8192 * 8192 * 4 / 8  # an eighth of one head's scores
 
 
+@pytest.mark.exhaustive  # the reference's gradient is what others compare with
 def test_finite_differences():
     rng = np.random.default_rng(0)
     shapes = {"q": (6, 2, 4), "k": (7, 1, 4), "v": (7, 1, 3), "sinks": 2}

@@ -75,14 +75,17 @@ def damaged(raw, how, rng):
 
 
 def test_any_file_in_turn(two, caplog):
-    """What is read is what was saved in that step, or the step before with a line."""
+    """What is read is what was saved in that step, or the step before with a line.
+
+    A bit flips in every other file; the rest are gone, empty or cut off.
+    """
     rng, others = random.Random(0), ["gone", "empty", "cut off"]
     target, found = state(0), []
     files = sorted(file for file in (two / "2").rglob("*") if file.is_file())
     assert any(file.parent.name == "digests" for file in files)
     for i, file in enumerate(files):
         raw = file.read_bytes()
-        for how in ("flipped", others[i % 3]):
+        for how in ("flipped",) if i % 2 else (others[i // 2 % 3],):
             content = damaged(raw, how, rng)
             file.unlink()
             if content is not None:

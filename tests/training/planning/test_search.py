@@ -305,7 +305,7 @@ def test_the_ranking_is_by_time_and_all_fit():
     ],
 )
 def test_what_is_given_is_kept(given):
-    plan = plan_layouts(llama3_8b(), PlanConfig(gpus=16, batch_size=96, **given))
+    plan = plan_layouts(llama3_8b(), PlanConfig(gpus=8, batch_size=48, **given))
     for found in plan.ranked:
         assert {name: getattr(found.layout, name) for name in given} == given
 
