@@ -1,12 +1,16 @@
 """Programs that are compiled behind, and what stands in for them meanwhile."""
 
 import contextlib
+import functools
+import gc
 import threading
 import time
+import types
 
 import pytest
 
-from jaxscale.inference import Overloaded
+from jaxscale.inference import EngineConfig, Overloaded
+from jaxscale.inference.engine.make import freeze_gc_heap
 from jaxscale.inference.engine.program_table import ProgramTable
 from tests.inference.engine.test_engine import PROMPTS, SETTINGS
 
@@ -99,6 +103,51 @@ def test_programs_with_adapters_do_what_others_do():
     assert made.max_rows == 128
     made["decode", 128, 1] = print
     assert made.decode(2, 1, 0, adapted=False) == ("decode", 128, 1)
+
+
+def test_a_mixed_batch_takes_the_smallest_program_that_is_there():
+    sizes = [(128, 2304, 64), (128, 2304, 128), (256, 2304, 64)]
+    made = table([("mixed", *each) for each in sizes])
+    assert made.mixed(100, 2304, 32) == ("mixed", 128, 2304, 64)
+    assert made.mixed(100, 200, 96) == ("mixed", 128, 2304, 128)
+    assert made.mixed(129, 200, 8) == ("mixed", 256, 2304, 64)
+    for many in ((257, 2304, 2), (129, 200, 96), (1, 2305, 2)):
+        assert made.mixed(*many) is None
+    assert table().mixed(1, 1, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "buckets", "on_cpu", "expected"),
+    [
+        ({}, [2, 64, 96, 128], False, [(128, 64), (128, 128), (256, 64), (256, 128)]),
+        ({}, [2, 8], False, [(128, 8), (256, 8)]),
+        ({}, [8], False, []),
+        ({"mixed_batches": True}, [8], True, [(16, 8), (64, 8), (256, 8)]),
+        ({"mixed_batches": True, "prefill_tokens": (512,)}, [8], False, [(512, 8)]),
+        ({"mixed_batches": False}, [2, 64], False, []),
+        ({}, [2, 64], True, []),
+        ({"drafts": 2, "mixed_batches": True}, [2, 64], False, []),
+    ],
+)
+def test_sizes_of_mixed_batches(options, buckets, on_cpu, expected):
+    assert [*EngineConfig(**options).mixed(buckets, on_cpu=on_cpu)] == expected
+
+
+def test_the_heap_is_frozen_once_all_is_compiled(monkeypatch):
+    calls = []
+    for name in ("collect", "freeze"):
+        monkeypatch.setattr(gc, name, functools.partial(calls.append, name))
+    made = table()
+    made._total = 2
+    engine = types.SimpleNamespace(
+        runner=types.SimpleNamespace(table=made), after_step=[]
+    )
+    freeze_gc_heap(engine)
+    for keys, frozen in ((0, 1), (1, 1), (2, 2), (2, 2)):
+        made.update(dict.fromkeys(KEYS[:keys], print))
+        for call in engine.after_step:
+            call()
+        assert calls == ["collect", *["freeze"] * frozen]
 
 
 @pytest.fixture
