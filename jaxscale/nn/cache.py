@@ -345,7 +345,7 @@ class PagedMixed(PagedChunks):
             lengths=self.lengths,
             num_new=self.num_new,
         )
-        new = (x[0, split:, None] for x in (q, k, v))  # [B, 1, heads, H]
-        of_rows, rows = rows.attend(*new, config, implementation)
+        q, k, v = (x[0, split:, None] for x in (q, k, v))  # [B, 1, heads, H]
+        of_rows, rows = rows.attend(q, k, v, config, implementation)
         out = jnp.concatenate([of_chunks, of_rows[None, :, 0]], axis=1)
         return out, dataclasses.replace(self, pages=rows.pages)

@@ -366,7 +366,7 @@ class Engine:
         if plain or self.scheduler.max_running < self.runner.config.num_slots:
             self.scheduler.max_running = table.max_rows
         plan = self.scheduler.schedule(
-            now=begun, soon=soon, plain=plain, mixes=self.runner.mixes
+            now=begun, soon=soon, plain=plain, mixes=table.mixes
         )
         self._take_events()
         if plan is not None:
@@ -528,7 +528,7 @@ class Engine:
     def _read_prompts(self, flight: _Flight) -> None:
         """Wait for the first tokens of prompts only: their plan goes on decoding."""
         decode = flight.plan.decode
-        if flight.prefill is None or flight.decode is None or decode.mixed:
+        if flight.prefill is None or decode is None or decode.mixed:
             return
         self._phase("wait")
         prefill = np.asarray(flight.prefill)

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import Chunk
-
-
-KEY_BLOCK = 128
-"""The keys of each prompt begin at a multiple of this: a kernel block then holds keys
-of one prompt only, and its sums do not depend on the others."""
+from jaxscale.inference.engine.scheduler_config import SchedulerConfig, prefill_sizes
+from jaxscale.inference.engine.scheduler_output import (
+    KEY_BLOCK,
+    Chunk,
+    whole_blocks,
+)
 
 
 class PrefillBatch(NamedTuple):
@@ -92,6 +91,22 @@ class PrefillBatch(NamedTuple):
         return packed
 
 
-def whole_blocks(keys: int) -> int:
-    """The smallest multiple of `KEY_BLOCK` of at least this many keys."""
-    return -(-keys // KEY_BLOCK) * KEY_BLOCK
+def prefill_programs(
+    config: SchedulerConfig, sizes: Sequence[int] | None
+) -> list[tuple[int, int]]:
+    """Tokens and keys of the prefill programs, the smallest first.
+
+    Args:
+        config: The sizes of the scheduler.
+        sizes: The token counts; see `prefill_sizes`.
+    """
+    blocks = config.prefill_requests * (KEY_BLOCK - 1)
+    keys = whole_blocks(config.keys_budget + blocks)
+    # Gathering unused keys costs little, another program costs seconds.
+    few = whole_blocks(keys // 8)
+    return [
+        (tokens, most)
+        for most in ([few, keys] if keys > 8192 else [keys])
+        for tokens in prefill_sizes(config, sizes)
+        if most >= tokens or most == keys
+    ]

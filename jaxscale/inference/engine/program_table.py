@@ -113,6 +113,10 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
             for kind in self._kinds(adapted)
         )
 
+    def mixes(self, tokens: int, keys: int, rows: int) -> bool:
+        """Whether there is a program for such a mixed batch."""
+        return self.mixed(tokens, keys, rows) is not None
+
     def mixed(self, tokens: int, keys: int, rows: int) -> Key | None:
         """The program of prompts and a decode step; None where none is there."""
         fitting = (

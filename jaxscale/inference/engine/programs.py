@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Int16, UInt32
 from jaxscale.inference.engine import sampling
 from jaxscale.inference.engine.batch_rows import NUM_STOPS, Column, OutFlag, RowFlag
 from jaxscale.inference.engine.prefill_batch import PrefillBatch
-from jaxscale.inference.engine.speculation import look_up, verify
+from jaxscale.inference.engine.speculation import look_up, verify, write_history
 from jaxscale.models.adapters import use_adapters
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import PagedChunks, PagedMixed, PagedRows
@@ -172,7 +172,7 @@ class DecodePrograms:
         length = rows[:, Column.LENGTH]
         if history is None:
             return tokens, num_new, None
-        history = _write(history, length, tokens, num_new)
+        history = write_history(history, length, tokens, num_new)
         if drafts:
             shortest, longest = self.ngrams
             guesses, any_found = look_up(
@@ -186,7 +186,7 @@ class DecodePrograms:
             room = jnp.maximum(rows[:, Column.LIMIT] - 2 - length, 0)
             num_new *= 1 + jnp.where(any_found, jnp.minimum(room, drafts), 0)
             tokens = jnp.concatenate([tokens, guesses], axis=1)
-            history = _write(history, length, tokens, num_new)
+            history = write_history(history, length, tokens, num_new)
         return tokens, num_new, history
 
     def sample(
@@ -402,18 +402,6 @@ def _begin(
     tokens = sampling.draw(logits, rows, length)
     rows, out = _settle(rows, logits, tokens[:, None], length)
     return slots.at[x.slots].set(rows, mode="drop"), out[None]
-
-
-def _write(
-    history: Int[Array, "S M"],
-    start: Int[Array, "B"],
-    tokens: Int[Array, "B R"],
-    num_new: Int[Array, "B"],
-) -> Int[Array, "S M"]:
-    """`history` with the first `num_new` tokens of each row from `start` on."""
-    count = jnp.arange(tokens.shape[1])
-    at = jnp.where(count < num_new[:, None], start[:, None] + count, history.shape[1])
-    return history.at[jnp.arange(len(tokens))[:, None], at].set(tokens, mode="drop")
 
 
 def _unembed(model: Decoder, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:

@@ -19,9 +19,8 @@ from jaxscale.inference.engine.batch_rows import Column
 from jaxscale.inference.engine.config import check_drafts, check_max_len
 from jaxscale.inference.engine.kv_scales import FP8, check_scales
 from jaxscale.inference.engine.prefill_batch import (
-    KEY_BLOCK,
     PrefillBatch,
-    whole_blocks,
+    prefill_programs,
 )
 from jaxscale.inference.engine.program_cache import ProgramCache
 from jaxscale.inference.engine.program_table import Key, Program, ProgramTable
@@ -37,9 +36,8 @@ from jaxscale.inference.engine.scheduler_config import (
     bucket_sizes,
     decode_sizes,
     is_power,
-    prefill_sizes,
 )
-from jaxscale.inference.engine.scheduler_output import Chunk
+from jaxscale.inference.engine.scheduler_output import Chunk, whole_blocks
 from jaxscale.inference.engine.timeline import Timeline
 from jaxscale.inference.request import MAX_BIASES
 from jaxscale.models.adapters import adapter_names, with_adapters
@@ -145,17 +143,7 @@ class Runner:
         self.mesh: Mesh | None = mesh
         self.devices = list(where.device_set if mesh is None else mesh.devices.flat)
         self._sums(self.buckets[0])  # raises
-        blocks = config.prefill_requests * (KEY_BLOCK - 1)
-        keys = whole_blocks(config.keys_budget + blocks)
-        # Gathering unused keys costs little, another program costs seconds.
-        few = whole_blocks(keys // 8)
-        self._prefills = [
-            (tokens, most)
-            for most in ([few, keys] if keys > 8192 else [keys])
-            for tokens in prefill_sizes(config, prefill_tokens)
-            if most >= tokens or most == keys
-        ]
-        """Tokens and keys of the prefill programs, the smallest first."""
+        self._prefills = prefill_programs(config, prefill_tokens)
         adapted = bool(config.adapters)
         self.table = ProgramTable(self.buckets, self._prefills, adapted=adapted)
         """The compiled programs."""
@@ -381,12 +369,8 @@ class Runner:
         outs = self.dispatch(key, packed)
         return outs[0], outs[1] if targets is not None else None
 
-    def mixes(self, tokens: int, keys: int, rows: int) -> bool:
-        """Whether `mixed` can take so many prompt tokens, their keys, and rows."""
-        return self.table.mixed(tokens, keys, rows) is not None
-
     def mixed(self, chunks: Sequence[Chunk], bucket: int) -> tuple[Array, Array]:
-        """`prefill` and one step of `decode` in one pass; `mixes` says whether.
+        """`prefill` and one step of `decode` in one pass, if `ProgramTable.mixes`.
 
         Args:
             chunks: The chunks; none with an adapter.

@@ -7,12 +7,11 @@ rows, not with the waiting requests.
 
 import bisect
 from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from jaxscale.inference.engine.batch_rows import BatchRows, OutFlag, RowUpdates
 from jaxscale.inference.engine.block_pool import BlockPool
 from jaxscale.inference.engine.page_tables import PageTables
-from jaxscale.inference.engine.prefill_batch import whole_blocks
 from jaxscale.inference.engine.request_table import RequestTable
 from jaxscale.inference.engine.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduler_output import (
@@ -20,9 +19,11 @@ from jaxscale.inference.engine.scheduler_output import (
     Counts,
     Decode,
     Drawn,
+    Mixes,
     Progress,
     SchedulerEvent,
     SchedulerOutput,
+    whole_blocks,
 )
 from jaxscale.inference.engine.scheduling_policy import (
     choose_chunks,
@@ -195,7 +196,7 @@ class Scheduler:
         now: float,
         soon: bool = False,
         plain: bool = False,
-        mixes: Callable[[int, int, int], bool] | None = None,
+        mixes: Mixes | None = None,
     ) -> SchedulerOutput | None:
         """Return the next plan; None if there is nothing to do.
 
@@ -205,8 +206,7 @@ class Scheduler:
             now: The time in seconds.
             soon: Decode a single step, as if a request waited: one may come.
             plain: Also without draft tokens.
-            mixes: Whether one program can take so many prompt tokens, the keys that
-                they read, and rows to decode; None if there is none.
+            mixes: Which mixed batches there are programs for; None is for none.
         """
         for request_id in self._requests.take_late(now):
             self.abort(request_id, now=now, reason="timeout")

@@ -5,11 +5,25 @@ Legend: S slots, B bucket, R tokens per step (1 + draft tokens), G tokens per pa
 
 import dataclasses
 from collections import abc
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal
 
 from jaxscale.inference.engine.sequence import Sequence
 from jaxscale.inference.output import FinishReason
+
+
+KEY_BLOCK = 128
+"""The keys of each prompt begin at a multiple of this: a kernel block then holds keys
+of one prompt only, and its sums do not depend on the others."""
+
+type Mixes = Callable[[int, int, int], bool]
+"""Whether one program can take so many prompt tokens, the keys that they read, and rows
+to decode."""
+
+
+def whole_blocks(keys: int) -> int:
+    """The smallest multiple of `KEY_BLOCK` of at least this many keys."""
+    return -(-keys // KEY_BLOCK) * KEY_BLOCK
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

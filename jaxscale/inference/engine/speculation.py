@@ -101,3 +101,15 @@ def verify(
     drawn = sampling.draw(logits, each, at.reshape(-1)).reshape(tokens.shape)
     drafted = jnp.arange(1, width) < num_new[:, None]
     return drawn, drafted & (tokens[:, 1:] == drawn[:, :-1])
+
+
+def write_history(
+    history: Int[Array, "S M"],
+    start: Int[Array, "B"],
+    tokens: Int[Array, "B R"],
+    num_new: Int[Array, "B"],
+) -> Int[Array, "S M"]:
+    """`history` with the first `num_new` tokens of each row from `start` on."""
+    count = jnp.arange(tokens.shape[1])
+    at = jnp.where(count < num_new[:, None], start[:, None] + count, history.shape[1])
+    return history.at[jnp.arange(len(tokens))[:, None], at].set(tokens, mode="drop")

@@ -10,6 +10,7 @@ import types
 import pytest
 
 from jaxscale.inference import EngineConfig, Overloaded
+from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.make import freeze_gc_heap
 from jaxscale.inference.engine.program_table import ProgramTable
 from tests.inference.engine.test_engine import PROMPTS, SETTINGS
@@ -139,10 +140,13 @@ def test_the_heap_is_frozen_once_all_is_compiled(monkeypatch):
         monkeypatch.setattr(gc, name, functools.partial(calls.append, name))
     made = table()
     made._total = 2
-    engine = types.SimpleNamespace(
-        runner=types.SimpleNamespace(table=made), after_step=[]
-    )
-    freeze_gc_heap(engine)
+
+    class Compiled(Engine):
+        def __init__(self):
+            self.runner = types.SimpleNamespace(table=made)
+            self.after_step = []
+
+    freeze_gc_heap(engine := Compiled())
     for keys, frozen in ((0, 1), (1, 1), (2, 2), (2, 2)):
         made.update(dict.fromkeys(KEYS[:keys], print))
         for call in engine.after_step:
