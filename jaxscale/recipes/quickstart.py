@@ -56,7 +56,7 @@ PROMPTS = ("def read_lines(path):", "class ", "The with statement")
 class QuickstartConfig:
     """Length and output directory of the quickstart."""
 
-    steps: int = 200
+    steps: int = 160
     """Training steps of 1,024 tokens, or more on more than four devices."""
     seed: int = 0
     """Random seed of the initial parameters, the data order and sampling."""
@@ -384,7 +384,7 @@ def _train_config(
         scan_layers=True,  # compiles in a third of the time
         steps=config.steps,
         dtype="bfloat16" if on_gpu else "float32",
-        eval_every=max(1, config.steps // 4),
+        eval_every=max(1, config.steps // 2),
         eval_batches=8,
         checkpoint_every=config.steps,
         seed=config.seed,
