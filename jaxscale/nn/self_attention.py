@@ -24,10 +24,11 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxscale.checks import check_type
+from jaxscale.keywords import explain_keywords
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT, rotary
 from jaxscale.nn.joined import JoinedLinear, join_inputs
-from jaxscale.nn.keywords import explain_keywords
 from jaxscale.nn.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -303,6 +304,7 @@ class Attention(nnx.Module):
     """How many key/value heads side by side are one of the checkpoint, for as many
     devices: see `jaxscale.models.serving.prepare`."""
 
+    @explain_keywords
     def __init__(
         self,
         d_model: int,
@@ -332,6 +334,8 @@ class Attention(nnx.Module):
             quantization: Quantization of the projections, see `jaxscale.nn.Linear`.
             rngs: Source of the random keys.
         """
+        remedy = "AttentionConfig(num_heads=..., num_kv_heads=..., head_dim=...) is one"
+        check_type("config", config, AttentionConfig, remedy)
         self.config = config
         self.implementation = implementation
         self.rules = rules

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from jaxscale.checks import check_choice
+from jaxscale.keywords import explained
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig
@@ -34,6 +35,7 @@ EVAL_BATCHES_OF_TEXT = 32
 """Default maximum number of batches per evaluation, for text without labels."""
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The settings of a training run, as `fit` takes them.
@@ -145,6 +147,12 @@ class TrainConfig:
     back."""
 
     def __post_init__(self) -> None:
+        models: Any = DecoderConfig | EncoderConfig
+        if not isinstance(self.model, models):
+            raise ValueError(
+                f"model is {self.model!r}, expected a DecoderConfig or EncoderConfig, "
+                "such as jaxscale.models.preset('llama_tiny')"
+            )
         for name in (
             "steps",
             "microbatches",

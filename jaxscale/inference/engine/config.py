@@ -12,6 +12,7 @@ from jaxscale.inference.engine.scheduler_config import (
     SchedulerConfig,
     SchedulerSettings,
 )
+from jaxscale.keywords import explained
 from jaxscale.models.config import DecoderConfig
 
 
@@ -20,6 +21,7 @@ MAX_QUERIES = 64
 sequence."""
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(SchedulerSettings):
     """The sizes of the inference engine; None is chosen by model and device.
