@@ -384,7 +384,7 @@ def _train_config(
         scan_layers=True,  # compiles in a third of the time
         steps=config.steps,
         dtype="bfloat16" if on_gpu else "float32",
-        eval_every=max(1, config.steps // 2),
+        eval_every=max(1, config.steps // 4),
         eval_batches=8,
         checkpoint_every=config.steps,
         seed=config.seed,
