@@ -74,9 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{name!r} is no command{_meant(name)}; "
                 f"use one of {', '.join(COMMANDS)}"
             )
-        if not {"-h", "--help"} & {*rest}:
-            # Before JAX and others are imported, which takes seconds.
-            notice(f"{name}, by jaxscale {__version__}: loading its libraries")
+        # Before JAX and others are imported, which takes seconds, for help too.
+        notice(f"{name}, by jaxscale {__version__}: loading its libraries")
         with library_notices():
             return _run(name, rest)
     except UsageError as error:

@@ -63,6 +63,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):
         monkeypatch.delitem(sys.modules, name)
     assert cli.main(["generate", "--help"]) == 2
     assert capsys.readouterr().err == (
+        f"jaxscale: generate, by jaxscale {__version__}: loading its libraries\n"
         "jaxscale: error: generate needs tyro, which is not installed; "
         "pip install '.[train]' in a clone of jaxscale\n"
     )
