@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxscale.checks import check_type
 from jaxscale.keywords import explain_keywords
 from jaxscale.models.config import DecoderConfig
-from jaxscale.models.pretrained import Pretrained, check_tokens
+from jaxscale.models.pretrained import Pretrained, check_dtype, check_tokens
 from jaxscale.models.serving import for_inference
 from jaxscale.models.stack import (
     check_remat,
@@ -115,6 +115,8 @@ class Decoder(Pretrained, nnx.Module):
         """
         check_type("config", config, DecoderConfig, _PRESET)
         check_type("rngs", rngs, nnx.Rngs, "flax.nnx.Rngs(0) is one")
+        check_dtype("dtype", dtype)
+        check_dtype("param_dtype", param_dtype)
         check_rules(rules)
         check_remat(remat)
         check_tensor_parallel(tensor_parallel, rules)

@@ -19,7 +19,7 @@ from jaxscale.checks import check_type
 from jaxscale.keywords import explain_keywords
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, make_head
-from jaxscale.models.pretrained import Pretrained, check_tokens
+from jaxscale.models.pretrained import Pretrained, check_dtype, check_tokens
 from jaxscale.models.stack import (
     check_remat,
     look_up,
@@ -119,6 +119,8 @@ class EncoderModel(Pretrained, nnx.Module):
         """
         check_type("config", config, EncoderConfig, _PRESET)
         check_type("rngs", rngs, nnx.Rngs, "flax.nnx.Rngs(0) is one")
+        check_dtype("dtype", dtype)
+        check_dtype("param_dtype", param_dtype)
         check_rules(rules)
         check_remat(remat)
         check_fp8(quantization)

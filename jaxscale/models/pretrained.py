@@ -11,6 +11,8 @@ _OF_TEXTS = {"Decoder": "inference.LLM", "EncoderModel": "inference.Encoder"}
 
 _ELSEWHERE = {
     "generate": "jaxscale.inference.LLM(model, tokenizer).generate(prompts)",
+    "encode": "jaxscale.inference.Encoder(model, tokenizer).encode(texts)",
+    "predict": "jaxscale.inference.Encoder(model, tokenizer).predict(texts)",
     "save_pretrained": "jaxscale.models.save(model, directory)",
     "parameters": "flax.nnx.state(model, flax.nnx.Param)",
     "state_dict": "flax.nnx.state(model)",
@@ -44,6 +46,20 @@ def check_tokens(tokens: Any, ndims: tuple[int, ...]) -> None:
             f"tokens is of shape {shape} and type {dtype}, expected integers "
             "[batch, tokens]; tokens[None] adds a batch of one"
         )
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Raise where a data type is the name of none.
+
+    Raises:
+        ValueError: it is.
+    """
+    try:
+        jnp.dtype(dtype)
+    except TypeError:
+        raise ValueError(
+            f"{name} {dtype!r} is no data type; use one such as 'bfloat16' or 'float32'"
+        ) from None
 
 
 class Pretrained:

@@ -15,7 +15,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxscale.checks import check_choice
+from jaxscale.checks import check_choice, check_type
 from jaxscale.keywords import explain_keywords, explained
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT
@@ -358,6 +358,7 @@ class Block(nnx.Module):
             quantization: Quantization of the projections, see `jaxscale.nn.Linear`.
             rngs: Source of the random keys.
         """
+        check_type("config", config, BlockConfig, "model_config.block() makes one")
         self.parallel = config.parallel
         self.post_norm = config.post_norm
         out_init = jax.nn.initializers.normal(0.02 / math.sqrt(2 * config.num_layers))

@@ -255,6 +255,8 @@ def attention_state(
             f"the mesh axes {names} share the tokens of a row, which only decoders can "
             "do; set the mesh axis context to 1"
         )
+    if not isinstance(shape, tuple) or len(shape) != 2:
+        raise ValueError(f"shape {shape}, expected (batch, tokens), as in x.shape[:2]")
     if cu_seqlens is not None:
         check_cu_seqlens_of_rows(cu_seqlens, shape)
     if positions is None:

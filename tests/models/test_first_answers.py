@@ -22,7 +22,7 @@ CALLS = """
 import jax.numpy as jnp
 from flax import nnx
 import jaxscale
-from jaxscale import inference, models, nn, pruning, sharding, training
+from jaxscale import inference, models, nn, pruning, recipes, sharding, training
 
 tiny, rngs = models.preset("llama_tiny"), nnx.Rngs(0)
 tokens = jnp.ones((1, 4), jnp.int32)
@@ -73,6 +73,15 @@ calls = [
     lambda: nn.Attention(64, 4, rngs=rngs),
     lambda: nn.Attention(64, num_heads=4, rngs=rngs),
     lambda: jaxscale.Decoder,
+    lambda: models.Decoder(tiny, dtype="bf16", rngs=rngs),
+    lambda: nn.Block(tiny, rngs=rngs),
+    lambda: nn.attention_state(4),
+    lambda: training.load_text("notes.txt"),
+    lambda: training.TrainConfig(model=tiny, optimizer="adamw"),
+    lambda: training.TrainConfig(model=tiny, mesh={"fsdp": 2}),
+    lambda: training.TrainConfig(model=tiny, steps="10"),
+    lambda: pruning.sparsify(None, 0.75),
+    lambda: recipes.train_classifier("bert", [], output_dir="x", epochs=3),
 ]
 for call in calls:
     try:
@@ -126,6 +135,15 @@ ANSWERS = [
     "ValueError: config is 4, expected AttentionConfig; AttentionConfig(num_heads=",
     "TypeError: Attention.__init__() takes no 'num_heads': the shape of attention is",
     "AttributeError: module 'jaxscale' has no attribute 'Decoder'; what it has is in",
+    "ValueError: dtype 'bf16' is no data type; use one such as 'bfloat16'",
+    "ValueError: config is a DecoderConfig, expected BlockConfig; model_config.block()",
+    "ValueError: shape 4, expected (batch, tokens), as in x.shape[:2]",
+    "ValueError: config is 'notes.txt', expected DataConfig; DataConfig(paths=(",
+    "ValueError: optimizer is 'adamw', expected OptimizerConfig; OptimizerConfig(...)",
+    "ValueError: mesh is a dict, expected MeshConfig; MeshConfig(...) makes one",
+    "ValueError: steps '10', expected an integer",
+    "ValueError: masks is 0.75, expected Masks; make_model_masks(model, scores, config",
+    "TypeError: train_classifier() takes no 'epochs' (did you mean steps?); it takes",
 ]
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxscale.checks import check_choice, check_least
+from jaxscale.checks import check_choice, check_least, check_type
 from jaxscale.keywords import explained
 from jaxscale.models.heads import Problem
 from jaxscale.models.tokenizer import Tokenizer
@@ -178,6 +178,7 @@ def load_text(config: DataConfig) -> TextData:
             tokens than `config.vocab_size`.
         FileNotFoundError: there is no tokenizer where `config.tokenizer` says.
     """
+    check_type("config", config, DataConfig, "DataConfig(paths=(...,)) makes one")
     tokenizer = load_tokenizer(config) if config.tokenizer is not None else None
     where = ", ".join(config.paths) or "the documentation and library of this Python"
     logger.info("reading %s", where)
