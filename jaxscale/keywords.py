@@ -176,14 +176,14 @@ def _nested(instance: Any, name: str) -> str:
     if not dataclasses.is_dataclass(instance):
         return ""
     for field in dataclasses.fields(instance):
-        kind = type(field.default)
-        if dataclasses.is_dataclass(field.default):
-            inner = [each.name for each in dataclasses.fields(kind)]
-            found = [x for x in inner if name in (x, *_OTHER_NAMES.get(x, "").split())]
-            if found:
+        settings: Any = field.default
+        if not dataclasses.is_dataclass(settings):
+            continue
+        for inner in dataclasses.fields(settings):
+            if name in (inner.name, *_OTHER_NAMES.get(inner.name, "").split()):
                 return (
-                    f"takes no {name!r}: it is in {field.name}={kind.__name__}"
-                    f"({found[0]}=...)"
+                    f"takes no {name!r}: it is in {field.name}="
+                    f"{type(settings).__name__}({inner.name}=...)"
                 )
     return ""
 
