@@ -448,7 +448,7 @@ def test_a_plan_in_words_and_as_a_page(tmp_path):
     assert [line[:3].strip() for line in lines[3:6]] == ["1", "2", "3"]
     assert "The first: pipe 4" in words and "GB may be taken" in words
     bars = [line[5:] for line in lines[7:10]]
-    assert all(len(bar) <= 60 and set(bar) <= set("paetcsdbofj") for bar in bars)
+    assert all(len(bar) <= 60 and set(bar) <= set("maetcsdbofj") for bar in bars)
     page = write_report(
         plan, "llama3_8b", "train me", tmp_path / "plan.html", top=4
     ).read_text()
