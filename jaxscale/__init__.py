@@ -41,8 +41,11 @@ def __getattr__(name: str) -> ModuleType:
     """The subpackage `name`, imported when it is first asked for."""
     if name in _SUBPACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}; what it has is in its "
+        f"packages: {', '.join(_SUBPACKAGES)}"
+    )
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_SUBPACKAGES])
+    return sorted([*__all__, *_SUBPACKAGES])

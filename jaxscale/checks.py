@@ -37,10 +37,37 @@ def check_choice(
         raise ValueError(f"{name} {value!r} is unknown; use one of {known}")
 
 
+def check_type(name: str, value: Any, kind: type[Any], remedy: str) -> None:
+    """Raise where an argument is of another type.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        kind: The type that it should have.
+        remedy: What to do instead.
+
+    Raises:
+        ValueError: the value is something else.
+
+    Example:
+        >>> check_type("config", "gpt2", dict, "make one")
+        Traceback (most recent call last):
+        ...
+        ValueError: config is 'gpt2', expected dict; make one
+    """
+    if not isinstance(value, kind):
+        told = (
+            repr(value)
+            if isinstance(value, str | int | float | None)
+            else (f"a {type(value).__name__}")
+        )
+        raise ValueError(f"{name} is {told}, expected {kind.__name__}; {remedy}")
+
+
 def check_positive(config: Any, *names: str) -> None:
     """Raise where fields of a configuration are not positive and finite."""
     for name in names:
-        value = getattr(config, name)
+        value = _number(config, name)
         if not 0 < value < math.inf:
             raise ValueError(f"{name} {value} must be positive and finite")
 
@@ -48,7 +75,7 @@ def check_positive(config: Any, *names: str) -> None:
 def check_least(config: Any, least: float, *names: str) -> None:
     """Raise where fields of a configuration are below `least`."""
     for name in names:
-        value = getattr(config, name)
+        value = _number(config, name)
         if not value >= least:
             raise ValueError(f"{name} {value}, expected at least {least}")
 
@@ -56,9 +83,16 @@ def check_least(config: Any, least: float, *names: str) -> None:
 def check_range(config: Any, least: float, most: float, *names: str) -> None:
     """Raise where fields of a configuration are below `least` or above `most`."""
     for name in names:
-        value = getattr(config, name)
+        value = _number(config, name)
         if not least <= value <= most:
             raise ValueError(f"{name} {value}, expected {least} to {most}")
+
+
+def _number(config: Any, name: str) -> Any:
+    value = getattr(config, name)
+    if isinstance(value, str) or not isinstance(value, numbers.Number):
+        raise ValueError(f"{name} {value!r}, expected a number")
+    return value
 
 
 def check_integers(config: Any, least: int, *names: str) -> None:

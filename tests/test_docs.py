@@ -342,7 +342,7 @@ def test_commands_are_understood(command, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "simulate_devices", lambda n: devices.append(n or 1))
     monkeypatch.setattr(train, "train", check)
     published = Path(__file__).parent / "fixtures" / "models" / "llama3_gqa"
-    monkeypatch.setattr(runs, "local_directory", lambda source: published)
+    monkeypatch.setattr(runs, "local_directory", lambda source, **_: published)
     monkeypatch.setattr(generate, "complete", check)
     monkeypatch.setattr(prune, "run", check)
     monkeypatch.setattr(serve, "run", check)

@@ -37,6 +37,15 @@ COMMANDS = {
 }
 """One line of description per command."""
 
+_OTHER_NAMES = {
+    "train": "finetune fine-tune pretrain sft fit",
+    "prune": "sparsify",
+    "export": "convert save",
+    "generate": "chat complete run infer predict",
+    "serve": "server api",
+    "bench-serve": "bench benchmark",
+    "quickstart": "demo tour",
+}
 _EXTRAS = {"quickstart": "quickstart", "serve": "serve", "bench-serve": "serve"}
 _COLUMN = 2 + max(map(len, COMMANDS))
 
@@ -50,22 +59,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given up, 130 after Ctrl-C; otherwise that of the command.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["help"]:
         print(_help())
         return 0
     name, *rest = arguments
-    if name == "--version":
+    if name == "help":
+        name, rest = rest[0], ["--help"]
+    if name in ("--version", "-V", "version"):
         print(f"jaxscale {__version__}")
         return 0
     try:
         if name not in COMMANDS:
             raise UsageError(
-                f"{name!r} is no command{suggestion(name, COMMANDS)}; "
+                f"{name!r} is no command{_meant(name)}; "
                 f"use one of {', '.join(COMMANDS)}"
             )
-        if not {"-h", "--help"} & {*rest}:
-            # Before JAX and others are imported, which takes seconds.
-            notice(f"{name}, by jaxscale {__version__}: loading its libraries")
+        # Before JAX and others are imported, which takes seconds, for help too.
+        notice(f"{name}, by jaxscale {__version__}: loading its libraries")
         with library_notices():
             return _run(name, rest)
     except UsageError as error:
@@ -77,6 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("jaxscale: interrupted", file=sys.stderr)
         return 130
+
+
+def _meant(name: str) -> str:
+    for ours, theirs in _OTHER_NAMES.items():
+        if name in theirs.split():
+            return f" (did you mean {ours}?)"
+    return suggestion(name, COMMANDS)
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ from jaxscale.training.diagnosis.suite import (
 )
 
 
-_COLUMNS = ("products bfloat16", "products float32", "memory")
+_COLUMNS = ("matmul bfloat16", "matmul float32", "memory")
 _COLUMNS += ("from the host", "to the host", "pairs", "neighbors")
 
 

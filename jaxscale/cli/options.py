@@ -6,7 +6,7 @@ import inspect
 import itertools
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tyro
@@ -17,7 +17,8 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from jaxscale.cli.errors import UsageError, usage_errors
+from jaxscale.cli.errors import usage_errors
+from jaxscale.cli.option_names import check_names
 
 
 def parse[C](
@@ -49,7 +50,7 @@ def parse[C](
         >>> parse(MeshConfig, ["--tensor", "2"], prog="mesh", description="").tensor
         2
     """
-    _check_names(kind, arguments)
+    check_names(kind, arguments)
     registry = ConstructorRegistry()
     registry.struct_rule(_dataclass_fields)
     return tyro.cli(
@@ -61,58 +62,6 @@ def parse[C](
         config=(tyro.conf.AvoidSubcommands,),
         registry=registry,
     )
-
-
-_OTHER_NAMES = {
-    "lr": "learning-rate",
-    "wd": "weight-decay",
-    "max-steps": "steps",
-    "num-steps": "steps",
-    "bs": "batch-size",
-    "per-device-train-batch-size": "batch-size",
-    "gradient-accumulation-steps": "microbatches",
-    "max-seq-length": "seq-len",
-    "max-length": "seq-len",
-    "block-size": "seq-len",
-    "tp": "tensor",
-    "pp": "pipe",
-    "max-tokens": "max-new-tokens",
-}
-"""Last parts of options as other programs have them, and as they are here."""
-
-
-def _check_names(kind: type[Any], arguments: Sequence[str]) -> None:
-    """Raise for an option that is known here by a longer or by another name."""
-    known = list(_names(kind))
-    for word in arguments:
-        name = word.partition("=")[0].replace("_", "-").removeprefix("--")
-        if not word.startswith("--") or name in known:
-            continue
-        last = name.rpartition(".")[2]
-        last = _OTHER_NAMES.get(last, last)
-        meant = [f"--{x}" for x in known if x.rpartition(".")[2] == last]
-        if meant:
-            raise UsageError(
-                f"--{name} is no option here (did you mean {' or '.join(meant)}?)"
-            )
-
-
-def _names(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """The options of a dataclass, without their dashes."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):
-        hint, name = hints[field.name], field.name.replace("_", "-")
-        for note in getattr(hint, "__metadata__", ()):
-            given = getattr(note, "name", None)
-            name = name if given is None else given
-        inner = typing.get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
-        parts = typing.get_args(inner) or (inner,)
-        nested = [part for part in parts if dataclasses.is_dataclass(part)]
-        yield f"{prefix}{name}"
-        for part in nested:
-            yield from _names(
-                typing.cast(Any, part), f"{prefix}{name}." if name else prefix
-            )
 
 
 def _dataclass_fields(info: StructTypeInfo) -> StructConstructorSpec | None:

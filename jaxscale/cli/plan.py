@@ -1,4 +1,4 @@
-"""``jaxscale plan --model MODEL --gpus N``: rank parallelism layouts."""
+"""``jaxscale plan MODEL --gpus N``: rank parallelism layouts."""
 
 import dataclasses
 import json
@@ -10,8 +10,10 @@ from jaxscale.checks import check_integers
 from jaxscale.cli.errors import RunFailed, UsageError, usage_errors
 from jaxscale.cli.notices import notice
 from jaxscale.cli.options import parse
-from jaxscale.cli.runs import find_run
+from jaxscale.cli.runs import find_run, is_source
+from jaxscale.cli.sources import source_first
 from jaxscale.models import DecoderConfig
+from jaxscale.recipes import from_source
 from jaxscale.training import TrainConfig
 from jaxscale.training.planning.compiled import (
     CompiledStep,
@@ -36,8 +38,9 @@ class PlanCommand(PlanConfig):
     """The options of ``jaxscale plan``."""
 
     model: str
-    """Model to plan for, as in `jaxscale train`: a preset, for example llama3_70b, or
-    module:function for a run of your own."""
+    """Model to plan for, as in `jaxscale train`: a preset, for example llama3_70b,
+    module:function for a run of your own, a Hugging Face directory or name, or the
+    output directory of a run. It may also be the first word, or --from MODEL."""
     top: int = 10
     """Number of layouts to show."""
     report: Path | None = None
@@ -68,15 +71,18 @@ def main(arguments: Sequence[str]) -> int:
         UsageError: there is no such model, no layout fits, or nothing is there that
             compiles.
     """
+    words = source_first(arguments)
+    if words and not words[0].startswith("-"):
+        words = ["--model", *words]
     command = parse(
         PlanCommand,
-        arguments,
+        words,
         prog="jaxscale plan",
         description="Estimate the step time of every parallelism layout on these GPUs, "
         "and rank those whose minimum memory fits. Any choice can be fixed by an "
         "option.",
     )
-    run = find_run(command.model)
+    run = _run_of(command.model)
     shape = run.model
     if not isinstance(shape, DecoderConfig):
         raise UsageError(f"{command.model} trains an encoder; plans are for decoders")
@@ -101,6 +107,14 @@ def main(arguments: Sequence[str]) -> int:
     elif step is not None:
         print("\n" + compiled_text(found.best, step))
     return 0
+
+
+def _run_of(name: str) -> TrainConfig:
+    """The settings that are planned: those of a run, or of a model with weights."""
+    if not is_source(name):
+        return find_run(name)
+    with usage_errors():
+        return from_source(name, weights=False)
 
 
 def _schedule(layout: Layout) -> list[str]:

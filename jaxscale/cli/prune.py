@@ -12,6 +12,7 @@ from jaxscale.checks import check_least
 from jaxscale.cli.devices import announce_devices, simulate_devices
 from jaxscale.cli.errors import training_errors, usage_errors
 from jaxscale.cli.notices import notice
+from jaxscale.cli.option_names import check_names
 from jaxscale.cli.options import parse
 from jaxscale.cli.sources import source_first
 from jaxscale.nn import LoraConfig
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         UsageError: the model cannot be pruned as asked; nothing has been written.
     """
     words = source_first(arguments)
+    check_names(PruneCommand, words)  # before a source is read
     first = words[0] if words and not words[0].startswith("-") else None
     source = _parse(words).source if first is None else first
     with usage_errors():  # the text of its run is what options change

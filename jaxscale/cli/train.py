@@ -16,6 +16,7 @@ from jaxscale import sharding, supervision
 from jaxscale.cli.devices import announce_devices, simulate_devices
 from jaxscale.cli.errors import UsageError, training_errors, usage_errors
 from jaxscale.cli.notices import notice
+from jaxscale.cli.option_names import check_names
 from jaxscale.cli.options import parse
 from jaxscale.cli.runs import find_run, is_source
 from jaxscale.cli.sources import take_option
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         print(_help())
         return 0
     supervision.current()  # under a supervisor, say that this process lives
+    check_names(TrainCommand, arguments)  # before a source is read
     name, run, options = _run_of(arguments)
     command = parse(
         TrainCommand,

@@ -21,12 +21,12 @@ from jaxscale.inference.lora_modules import LoraModules, load_decoder, read_adap
 from jaxscale.inference.output import Output, joined
 from jaxscale.inference.request import EngineDead, Overloaded, Request, SamplingParams
 from jaxscale.inference.run_directory import is_run
+from jaxscale.keywords import explain_keywords
 from jaxscale.models.adapters import checkpoint_config, with_adapters
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.tokenizer import Tokenizer
-from jaxscale.nn.keywords import explain_keywords
 from jaxscale.nn.quantized_linear import Quantization
 from jaxscale.observability.bar import progress_bar
 from jaxscale.sharding.rules import REPLICATED, AxisRules, fsdp_tp

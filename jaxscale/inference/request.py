@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxscale.checks import check_choice
+from jaxscale.keywords import explained
 
 
 type GuideKind = Literal["json_schema", "json_object", "regex", "choice"]
@@ -167,6 +168,7 @@ class Guide:
             )
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of a request's completions, and their stop conditions.

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from jaxscale.checks import check_choice, check_positive
+from jaxscale.keywords import explained
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import GATED, Activation, BlockConfig, Norm
 from jaxscale.nn.embeddings import RopeConfig, RopeScaling
@@ -20,6 +21,7 @@ from jaxscale.sharding.rules import AxisRules
 type Position = Literal["rope", "learned"]
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Shape and variant of a decoder; the defaults are those of LLaMA.

@@ -14,8 +14,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxscale.checks import check_type
+from jaxscale.keywords import explain_keywords
 from jaxscale.models.config import DecoderConfig
-from jaxscale.models.pretrained import Pretrained
+from jaxscale.models.pretrained import Pretrained, check_dtype, check_tokens
 from jaxscale.models.serving import for_inference
 from jaxscale.models.stack import (
     check_remat,
@@ -30,7 +32,6 @@ from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block, make_norm
 from jaxscale.nn.context import state_of_part
 from jaxscale.nn.embeddings import NORMAL_INIT, Embed, zero_behind
-from jaxscale.nn.keywords import explain_keywords
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import (
@@ -44,6 +45,9 @@ from jaxscale.sharding.manual import manual_names
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import REPLICATED, AxisRules, check_rules
 from jaxscale.sharding.tensor_parallel import TensorParallel, check_tensor_parallel
+
+
+_PRESET = "jaxscale.models.preset('llama_tiny') makes one"
 
 
 class Decoder(Pretrained, nnx.Module):
@@ -68,6 +72,7 @@ class Decoder(Pretrained, nnx.Module):
     adapters: Any = None
     """A `jaxscale.models.adapters.AdapterStack`, for inference."""
 
+    @explain_keywords
     def __init__(
         self,
         config: DecoderConfig,
@@ -108,6 +113,10 @@ class Decoder(Pretrained, nnx.Module):
                 `quantization` is unknown, or `tensor_parallel` is unknown or the rules
                 do not give it one mesh axis.
         """
+        check_type("config", config, DecoderConfig, _PRESET)
+        check_type("rngs", rngs, nnx.Rngs, "flax.nnx.Rngs(0) is one")
+        check_dtype("dtype", dtype)
+        check_dtype("param_dtype", param_dtype)
         check_rules(rules)
         check_remat(remat)
         check_tensor_parallel(tensor_parallel, rules)
@@ -229,6 +238,7 @@ class Decoder(Pretrained, nnx.Module):
         Traced token ids and positions outside of their tables cannot be refused: they
         turn the activations of their own sequence to NaN, and no others.
         """
+        check_tokens(tokens, (2,))
         state = self.attention_state(tokens.shape, cu_seqlens, positions)
         return self.run(tokens, state)[0]
 

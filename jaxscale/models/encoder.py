@@ -15,9 +15,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxscale.checks import check_type
+from jaxscale.keywords import explain_keywords
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, make_head
-from jaxscale.models.pretrained import Pretrained
+from jaxscale.models.pretrained import Pretrained, check_dtype, check_tokens
 from jaxscale.models.stack import (
     check_remat,
     look_up,
@@ -31,7 +33,6 @@ from jaxscale.nn.blocks import Block
 from jaxscale.nn.convolution import SequenceConvolution
 from jaxscale.nn.disentangled import DisentangledAttention
 from jaxscale.nn.embeddings import Embed
-from jaxscale.nn.keywords import explain_keywords
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.norms import LayerNorm
 from jaxscale.nn.packing import pack, unpack
@@ -41,6 +42,9 @@ from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules, check_rules
 from jaxscale.sharding.shards import per_shard
 from pallas_kernels.arrays import concrete
+
+
+_PRESET = "jaxscale.models.encoder_preset('bert_tiny') makes one"
 
 
 class EncoderModel(Pretrained, nnx.Module):
@@ -74,6 +78,7 @@ class EncoderModel(Pretrained, nnx.Module):
         2210.03052) packs and unpacks in each layer.
     """
 
+    @explain_keywords
     def __init__(
         self,
         config: EncoderConfig,
@@ -112,6 +117,10 @@ class EncoderModel(Pretrained, nnx.Module):
             ValueError: `rules` is no table, `remat` is not the name of a policy, or
                 `quantization` is unknown.
         """
+        check_type("config", config, EncoderConfig, _PRESET)
+        check_type("rngs", rngs, nnx.Rngs, "flax.nnx.Rngs(0) is one")
+        check_dtype("dtype", dtype)
+        check_dtype("param_dtype", param_dtype)
         check_rules(rules)
         check_remat(remat)
         check_fp8(quantization)
@@ -328,6 +337,7 @@ class EncoderModel(Pretrained, nnx.Module):
         Traced token ids and positions outside of their tables cannot be refused: they
         turn the activations of their own sequence to NaN, and no others.
         """
+        check_tokens(tokens, (1, 2))
         if tokens.ndim == 1:
             rows = [cu_seqlens, token_types, positions]
             rows = [None if x is None else x[None] for x in rows]

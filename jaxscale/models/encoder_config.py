@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxscale.checks import check_choice, check_integers, check_positive
+from jaxscale.keywords import explained
 from jaxscale.models.config import Divided, check_division
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import GATED, Activation, BlockConfig
@@ -20,6 +21,7 @@ from jaxscale.sharding.rules import AxisRules
 type EncoderPosition = Literal["learned", "rope", "none"]
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
     """Shape and variant of an encoder; the defaults are those of BERT.

@@ -54,13 +54,15 @@ def _check(
     """Raise for an unknown name, with those that are meant by it."""
     if name in known:
         return
-    if name in others:
+    written = re.sub(r"[^a-z0-9]+", "_", name.lower().rpartition("/")[2])
+    if found := [other for other in others if written.startswith(other)]:
         raise ValueError(
             f"{function} {name!r} is unknown, but the other kind of model has it: use "
-            f"{'preset' if function != 'preset' else 'encoder_preset'}({name!r})"
+            f"{'preset' if function != 'preset' else 'encoder_preset'}({found[-1]!r})"
         )
-    written = re.sub(r"[^a-z0-9]+", "_", name.lower())
-    close = difflib.get_close_matches(written, known, n=3, cutoff=0.5)
+    close = [x for x in known if x.startswith(f"{written}_")]
+    close += difflib.get_close_matches(written, known, n=3, cutoff=0.5)
+    close = [*dict.fromkeys(close)][:3]
     table = "PRESETS" if function == "preset" else "ENCODER_PRESETS"
     guess = f"did you mean {', '.join(close)}? " if close else ""
     raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from jaxtyping import Array, Float, Int
 
+from jaxscale.keywords import explained
 from jaxscale.nn.embeddings import RopeConfig
 from pallas_kernels import attention as kernels
 from pallas_kernels.varlen_attention import varlen_attention
@@ -115,6 +116,7 @@ def _check_shapes(q: Array, k: Array, v: Array, **bounds: Array | None) -> None:
             )
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Shape and variant of an attention layer.

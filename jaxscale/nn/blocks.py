@@ -15,11 +15,11 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxscale.checks import check_choice
+from jaxscale.checks import check_choice, check_type
+from jaxscale.keywords import explain_keywords, explained
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.nn.joined import JoinedLinear, join_inputs
-from jaxscale.nn.keywords import explain_keywords
 from jaxscale.nn.linear import (
     ColumnParallelLinear,
     Linear,
@@ -61,6 +61,7 @@ class MLP(nnx.Module):
         GLU Variants Improve Transformer, arXiv 2002.05202.
     """
 
+    @explain_keywords
     def __init__(
         self,
         d_model: int,
@@ -180,6 +181,7 @@ class MLP(nnx.Module):
         return activate(gate[0], GATED[self.activation]) * up if gate else up
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
     """Shape and variant of a Transformer block.
@@ -326,6 +328,7 @@ class Block(nnx.Module):
         GPT-J, PaLM (arXiv 2204.02311).
     """
 
+    @explain_keywords
     def __init__(
         self,
         config: BlockConfig,
@@ -355,6 +358,7 @@ class Block(nnx.Module):
             quantization: Quantization of the projections, see `jaxscale.nn.Linear`.
             rngs: Source of the random keys.
         """
+        check_type("config", config, BlockConfig, "model_config.block() makes one")
         self.parallel = config.parallel
         self.post_norm = config.post_norm
         out_init = jax.nn.initializers.normal(0.02 / math.sqrt(2 * config.num_layers))

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxscale.checks import check_positive
+from jaxscale.keywords import explain_keywords
 from jaxscale.sharding.lookup import gather
 from jaxscale.sharding.manual import sum_for_all
 from jaxscale.sharding.operations import constrain
@@ -308,6 +309,7 @@ class Embed(nnx.Module):
         (1, 2, 4)
     """
 
+    @explain_keywords
     def __init__(
         self,
         num_embeddings: int,

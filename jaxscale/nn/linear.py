@@ -15,6 +15,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxscale.keywords import explain_keywords
 from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.sharding.fp8 import Fp8, check_fp8
 from jaxscale.sharding.operations import constrain, contract
@@ -57,6 +58,7 @@ class Linear(nnx.Module):
     low_rank: Any = None
     """A `LowRank` or `LowRankStack` of `jaxscale.nn.lora`, whose output is added."""
 
+    @explain_keywords
     def __init__(
         self,
         in_features: int,

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from jaxscale.keywords import explained
 from jaxscale.nn.linear import Linear
 from jaxscale.sharding.operations import contract
 from jaxscale.sharding.parameters import logical_axes
@@ -27,6 +28,7 @@ class Frozen(nnx.Variable):
     """A parameter that is not trained."""
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters, and the layers that get one.

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxscale.keywords import explain_keywords
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.shards import per_shard
@@ -73,6 +74,7 @@ class RMSNorm(nnx.Module):
         (1, 2, 4)
     """
 
+    @explain_keywords
     def __init__(
         self,
         features: int,
@@ -122,6 +124,7 @@ class LayerNorm(nnx.Module):
         (1, 2, 4)
     """
 
+    @explain_keywords
     def __init__(
         self,
         features: int,

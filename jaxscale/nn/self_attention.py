@@ -24,10 +24,11 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxscale.checks import check_type
+from jaxscale.keywords import explain_keywords
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT, rotary
 from jaxscale.nn.joined import JoinedLinear, join_inputs
-from jaxscale.nn.keywords import explain_keywords
 from jaxscale.nn.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -254,6 +255,8 @@ def attention_state(
             f"the mesh axes {names} share the tokens of a row, which only decoders can "
             "do; set the mesh axis context to 1"
         )
+    if not isinstance(shape, tuple) or len(shape) != 2:
+        raise ValueError(f"shape {shape}, expected (batch, tokens), as in x.shape[:2]")
     if cu_seqlens is not None:
         check_cu_seqlens_of_rows(cu_seqlens, shape)
     if positions is None:
@@ -303,6 +306,7 @@ class Attention(nnx.Module):
     """How many key/value heads side by side are one of the checkpoint, for as many
     devices: see `jaxscale.models.serving.prepare`."""
 
+    @explain_keywords
     def __init__(
         self,
         d_model: int,
@@ -332,6 +336,8 @@ class Attention(nnx.Module):
             quantization: Quantization of the projections, see `jaxscale.nn.Linear`.
             rngs: Source of the random keys.
         """
+        remedy = "AttentionConfig(num_heads=..., num_kv_heads=..., head_dim=...) is one"
+        check_type("config", config, AttentionConfig, remedy)
         self.config = config
         self.implementation = implementation
         self.rules = rules

@@ -34,6 +34,12 @@ pre { background: #f4f6f9; padding: .8rem; white-space: pre-wrap; }
 @media (max-width: 600px) {
   table { font-size: .8rem; } th, td { padding: .3rem .4rem; }
 }
+@media (prefers-color-scheme: dark) {
+  :root { color-scheme: dark; } body { color: #dde3ea; background: #14181d; }
+  th, .headlines div, pre { background: #232a32; } th, td { border-color: #37414c; }
+  .plot { fill: currentColor; } .plot line { stroke-opacity: .25; }
+  svg:not(.plot) { background: #fff; }
+}
 """
 
 

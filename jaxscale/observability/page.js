@@ -8,7 +8,7 @@ const PARTS = {productive: "#4f9d49", lost: "#c0504d", data_wait: "#e8a765", che
 const SEGMENTS = {"wait for data": "#e8a765", dispatch: "#6ba6df", step: "#4f9d49", save: "#3f83c7",
   evaluate: "#8b7bb5", start: "#a9d8a3", compile: "#b7d3ee", fault: "#c0504d"};
 const MARKS = {restart: "#d9822b", "not finite": "#8b7bb5"};
-const RED = "#c0504d", BLUE = "#3f83c7", INK = "#1d2733", GRAY = "#9aa4af";
+const RED = "#c0504d", BLUE = "#3f83c7", INK = "var(--ink)", GRAY = "#9aa4af";
 let data = JSON.parse(at("data").textContent), drawn = {};
 
 function table(id, columns, rows) {
@@ -73,7 +73,7 @@ function drawRates() {
   const {lr, grad_norm: norm} = data.rates;
   at("rates-about").textContent = lr[0].length ? "The gradient norm is that before clipping." : "The run has recorded none.";
   plot("rates", [curve("learning rate", BLUE, lr)], {title: ["step", "learning rate"], height: 220, zero: true});
-  plot("norms", [curve("gradient norm", "#5b6876", norm)], {title: ["step", "gradient norm"], height: 220, zero: true});
+  plot("norms", [curve("gradient norm", "var(--soft)", norm)], {title: ["step", "gradient norm"], height: 220, zero: true});
 }
 
 function drawSettings() {

@@ -169,13 +169,13 @@ function plot(id, layers, {title = ["step", ""], height = 300, names = null, zer
   const stride = Math.ceil(14 * rows.length / inside.height);  // of names that have room
   for (const [value, name] of rows) {
     const y = inside.y + Y(value);
-    if (!names) shape(svg, "line", {x1: left, x2: left + inside.width, y1: y, y2: y, stroke: "#e3e8ee"});
+    if (!names) shape(svg, "line", {x1: left, x2: left + inside.width, y1: y, y2: y, stroke: "var(--line)"});
     if (!names || value % stride === 0) shape(svg, "text", {x: left - 8, y: y + 4, "text-anchor": "end"}, name);
   }
   const floor = inside.y + inside.height;
   for (const value of ticks(...sight, inside.width / 90, whole)) {
     const x = left + X(value);
-    shape(svg, "line", {x1: x, x2: x, y1: inside.y, y2: floor + 5, stroke: "#e3e8ee"});
+    shape(svg, "line", {x1: x, x2: x, y1: inside.y, y2: floor + 5, stroke: "var(--line)"});
     shape(svg, "text", {x, y: floor + 18, "text-anchor": "middle"}, said(value));
   }
   shape(svg, "text", {x: left + inside.width / 2, y: height - 6, "text-anchor": "middle"}, title[0]);
@@ -222,9 +222,9 @@ function cube(id, points, edges, titles, height = 460) {
     if (!most[i]) continue;
     const end = [0, 0, 0], past = [0, 0, 0];
     [end[i], past[i]] = [most[i], 1.25 * most[i]];
-    line(place([0, 0, 0]), place(end), "#dde3ea", 1);
+    line(place([0, 0, 0]), place(end), "var(--line)", 1);
     const [x, y] = place(past);
-    shape(svg, "text", {x, y, "text-anchor": "middle", fill: "#5b6876"}, `${titles[i]}, 0 to ${most[i]}`);
+    shape(svg, "text", {x, y, "text-anchor": "middle", fill: "var(--soft)"}, `${titles[i]}, 0 to ${most[i]}`);
   }
   const seen = points.map(p => place(p.at));
   for (const [a, b, color, thick] of edges) line(seen[a], seen[b], color, thick);

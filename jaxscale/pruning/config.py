@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import Literal, get_args
 
 from jaxscale.checks import check_choice
+from jaxscale.keywords import explained
 
 
 type Pattern = Literal["ew", "vw", "bw", "2:4", "tw_k", "tw", "tew"]
@@ -29,6 +30,7 @@ _LEAST = 0.25
 """What each layer keeps at least, as a part of what it would keep if all lost alike."""
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PruneConfig:
     """Pattern, sparsity and the layers that they apply to.

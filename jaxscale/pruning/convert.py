@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from jaxscale.checks import check_type
 from jaxscale.models.stack import unstacked
 from jaxscale.nn.blocks import Block
 from jaxscale.nn.linear import Linear
@@ -106,6 +107,7 @@ def sparsify(
         >>> type(sparse.blocks.mlp.up).__name__
         'TileSparseLinear'
     """
+    check_type("masks", masks, Masks, "make_model_masks(model, scores, config)")
     if masks.config.pattern not in TILE_WISE:
         raise ValueError(
             f"pattern {masks.config.pattern!r} has no sparse form, expected one of "

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from jaxscale.keywords import explain_keywords
 from jaxscale.recipes.runs import from_source
 from jaxscale.recipes.tasks import prepare
 from jaxscale.training import FitResult, fit
@@ -10,6 +11,7 @@ from jaxscale.training import run as run_directory
 from jaxscale.training.data.labeled_text import Records
 
 
+@explain_keywords
 def train_classifier(
     source: str | Path,
     records: Records,

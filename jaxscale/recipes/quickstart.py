@@ -56,7 +56,7 @@ PROMPTS = ("def read_lines(path):", "class ", "The with statement")
 class QuickstartConfig:
     """Length and output directory of the quickstart."""
 
-    steps: int = 200
+    steps: int = 160
     """Training steps of 1,024 tokens, or more on more than four devices."""
     seed: int = 0
     """Random seed of the initial parameters, the data order and sampling."""

@@ -81,7 +81,7 @@ def usual_learning_rate(model: DecoderConfig | EncoderConfig) -> float:
     return float(f"{min(max(share / model.d_model, 3e-4), 1e-2):.2g}")
 
 
-def from_source(source: str) -> TrainConfig:
+def from_source(source: str, *, weights: bool = True) -> TrainConfig:
     """A run that fine-tunes a model from its weights.
 
     It starts from the weights and the tokenizer of the source, at a tenth of the usual
@@ -91,6 +91,7 @@ def from_source(source: str) -> TrainConfig:
     Args:
         source: A Hugging Face directory, the name of a model on its hub, or the output
             directory of a run, whose settings of text and types stay.
+        weights: False leaves out the weights of a download.
 
     Raises:
         FileNotFoundError: there is no such source, or a file of it is missing.
@@ -100,7 +101,7 @@ def from_source(source: str) -> TrainConfig:
         >>> from_source("tests/fixtures/models/gpt2").model.d_model
         32
     """
-    directory = local_directory(source)
+    directory = local_directory(source, weights=weights)
     name = Path(source).resolve().name
     started = {
         # A name on the hub stays; a directory is found from elsewhere too.

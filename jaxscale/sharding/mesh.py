@@ -18,6 +18,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from jaxscale.checks import check_choice
+from jaxscale.keywords import explain_keywords, explained, meant
 
 
 MESH_AXES = ("pipe", "data", "fsdp", "context", "tensor")
@@ -26,6 +27,7 @@ MESH_AXES = ("pipe", "data", "fsdp", "context", "tensor")
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Sizes of the mesh axes; their product is the number of devices.
@@ -56,10 +58,10 @@ class MeshConfig:
         """Check what can be checked without devices."""
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
         for axis, size in sizes.items():
-            if size < 1 and size != -1:
+            if not isinstance(size, int) or (size < 1 and size != -1):
                 raise ValueError(
-                    f"mesh axis {axis} has size {size}, expected at least 1, or -1 for "
-                    "all devices that the other axes leave"
+                    f"mesh axis {axis} has size {size!r}, expected at least 1, or -1 "
+                    "for all devices that the other axes leave"
                 )
         rest = [axis for axis, size in sizes.items() if size == -1]
         if len(rest) > 1:
@@ -102,6 +104,7 @@ class MeshConfig:
         return sizes
 
 
+@explain_keywords
 def make_mesh(
     config: MeshConfig | Mapping[str, Any], devices: Sequence[Any] | None = None
 ) -> Mesh:
@@ -133,7 +136,8 @@ def make_mesh(
         unknown = sorted(set(config) - fields)
         if unknown:
             raise ValueError(
-                f"mesh axis {unknown[0]!r} is unknown; use some of {MESH_AXES}"
+                f"mesh axis {unknown[0]!r} is unknown{meant(unknown[0], MESH_AXES)}; "
+                f"use some of {MESH_AXES}"
             )
         config = MeshConfig(**config)
     devices = jax.devices() if devices is None else devices

@@ -13,6 +13,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from jaxscale.keywords import meant
+
 
 type MeshAxes = str | tuple[str, ...] | None
 
@@ -250,7 +252,10 @@ def preset(name: str) -> AxisRules:
         ('data', 'fsdp')
     """
     if name not in PRESETS:
-        raise ValueError(f"rules {name!r} is no preset; use one of {sorted(PRESETS)}")
+        guess = meant(name.lower().replace("-", "_"), list(PRESETS))
+        raise ValueError(
+            f"rules {name!r} is no preset{guess}; use one of {sorted(PRESETS)}"
+        )
     return PRESETS[name]()
 
 

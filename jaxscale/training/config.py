@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jaxscale.checks import check_choice
+from jaxscale.checks import check_choice, check_type
+from jaxscale.keywords import explained
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig
@@ -34,6 +35,7 @@ EVAL_BATCHES_OF_TEXT = 32
 """Default maximum number of batches per evaluation, for text without labels."""
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The settings of a training run, as `fit` takes them.
@@ -145,6 +147,17 @@ class TrainConfig:
     back."""
 
     def __post_init__(self) -> None:
+        models: Any = DecoderConfig | EncoderConfig
+        if not isinstance(self.model, models):
+            raise ValueError(
+                f"model is {self.model!r}, expected a DecoderConfig or EncoderConfig, "
+                "such as jaxscale.models.preset('llama_tiny')"
+            )
+        parts = DataConfig, OptimizerConfig, MeshConfig, LoraConfig
+        names = "data", "optimizer", "mesh", "lora"
+        for name, kind in zip(names, parts, strict=True):
+            remedy = f"{kind.__name__}(...) makes one"
+            check_type(name, getattr(self, name), kind, remedy)
         for name in (
             "steps",
             "microbatches",
@@ -156,8 +169,11 @@ class TrainConfig:
             "max_skipped",
             "log_every",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, int):
+                raise ValueError(f"{name} {value!r}, expected an integer")
+            if value < 1:
+                raise ValueError(f"{name} {value} must be at least 1")
         check_choice("zero", self.zero, (1, 2, 3))
         if self.replicated and self.zero == 3:
             raise ValueError(

@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 
 from jaxscale.checks import check_choice
+from jaxscale.keywords import explained
 from jaxscale.sharding.parameters import logical_axes
 from jaxscale.sharding.rules import STACK_AXES
 from jaxscale.training.layerwise import (
@@ -23,6 +24,7 @@ from jaxscale.training.moment_dtypes import MemoryKind, keep_moments
 type Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW, LAMB or Muon with a warm-up and a schedule.
@@ -127,6 +129,7 @@ class OptimizerConfig:
 def _check_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
+        _check(isinstance(value, int | float), name, value, "a number")
         _check(0 < value < math.inf, name, value, "> 0 and finite")
 
 

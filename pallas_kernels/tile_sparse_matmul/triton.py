@@ -149,8 +149,8 @@ def _check(x: jax.Array, w: TileSparse, device: DeviceSpec | None) -> None:
         )
     if importlib.util.find_spec("jax_triton") is None:
         raise Unsupported(
-            "tile_sparse_matmul: the Triton kernel needs jax-triton; install"
-            " 'jaxscale[triton]' or use implementation='xla'"
+            "tile_sparse_matmul: the Triton kernel needs jax-triton; pip install"
+            " '.[triton]' in a clone of jaxscale, or use implementation='xla'"
         )
 
 

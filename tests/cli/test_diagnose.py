@@ -14,13 +14,13 @@ DEVICES = tuple(
     for i in range(2)
 )
 MEASURED = (
-    Measurement(name="products bfloat16", devices=(0,), value=751e12),
-    Measurement(name="products bfloat16", devices=(1,), value=500e12),
+    Measurement(name="matmul bfloat16", devices=(0,), value=751e12),
+    Measurement(name="matmul bfloat16", devices=(1,), value=500e12),
     Measurement(name="memory", devices=(0,), value=4.1e12),
     Measurement(name="pairs", devices=(0, 1), value=380e9),
     Measurement(name="all-reduce", devices=(0, 1), value=301e9, size=2**20),
 )
-SLOW = Finding(devices=(1,), text="products bfloat16: 500 TFLOP/s, too few")
+SLOW = Finding(devices=(1,), text="matmul bfloat16: 500 TFLOP/s, too few")
 HOST = Finding(devices=(), text="/tmp cannot be written")
 
 
@@ -53,7 +53,7 @@ def test_the_table_names_the_fault(found, capsys):
     assert "from the host" not in lines[0]  # was not measured
     # A supervisor keeps the last line.
     assert lines[-1] == (
-        "device 1: products bfloat16: 500 TFLOP/s, too few; /tmp cannot be written"
+        "device 1: matmul bfloat16: 500 TFLOP/s, too few; /tmp cannot be written"
     )
     (config, options), *_ = asked
     assert config.gpus == 2 and options == {"directory": "/data"}

@@ -12,7 +12,7 @@ from jaxscale.training import CheckpointNotWritten, Diverged, ReplicasDiffer
 
 
 def test_help_names_every_command(capsys):
-    for arguments in ([], ["-h"], ["--help"]):
+    for arguments in ([], ["-h"], ["--help"], ["help"]):
         assert cli.main(arguments) == 0
         text = capsys.readouterr().out
         for name, about in cli.COMMANDS.items():
@@ -20,8 +20,14 @@ def test_help_names_every_command(capsys):
 
 
 def test_version(capsys):
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"jaxscale {__version__}\n"
+    for word in ("--version", "-V", "version"):
+        assert cli.main([word]) == 0
+        assert capsys.readouterr().out == f"jaxscale {__version__}\n"
+
+
+def test_help_of_a_command(capsys):
+    assert cli.main(["help", "train"]) == 0
+    assert capsys.readouterr().out.startswith("usage: jaxscale train")
 
 
 def test_an_unknown_command_is_named_with_a_guess(capsys):
@@ -33,6 +39,11 @@ def test_an_unknown_command_is_named_with_a_guess(capsys):
         "quickstart, train, prune, export, generate, serve, supervise, executor, "
         "diagnose, plan, report, schedule, bench-serve\n"
     )
+
+
+def test_a_command_of_another_program_names_ours(capsys):
+    assert cli.main(["fine-tune"]) == 2
+    assert "no command (did you mean train?)" in capsys.readouterr().err
 
 
 def test_python_dash_m_answers_without_importing_jax():
@@ -52,6 +63,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):
         monkeypatch.delitem(sys.modules, name)
     assert cli.main(["generate", "--help"]) == 2
     assert capsys.readouterr().err == (
+        f"jaxscale: generate, by jaxscale {__version__}: loading its libraries\n"
         "jaxscale: error: generate needs tyro, which is not installed; "
         "pip install '.[train]' in a clone of jaxscale\n"
     )

@@ -44,8 +44,15 @@ def test_a_run_of_ones_own_is_planned(command, tmp_path, monkeypatch):
     assert code == 2 and "plans are for decoders" in err
 
 
+def test_a_model_with_weights_is_planned_by_its_settings(command):
+    directory = "tests/fixtures/models/gpt2"
+    for given in ([directory], ["--from", directory], ["--model", directory]):
+        code, out, _ = command("plan", *given, "--gpus", 1, "--batch-size", 4)
+        assert code == 0 and f"jaxscale train {directory} --mesh.fsdp 1" in out
+
+
 def test_mistakes_are_a_line(command):
-    code, out, err = command("plan", "--model", "lama3_8b", "--gpus", 8)
+    code, out, err = command("plan", "lama3_8b", "--gpus", 8)
     assert (code, out) == (2, "") and "did you mean llama3_8b?" in err
     code, _, err = command("plan", "--model", "llama3_8b", "--gpus", 1)
     assert code == 2 and "GB are short" in err

@@ -12,16 +12,17 @@ import pytest
 from flax import nnx
 
 from jaxscale import nn
+from jaxscale.keywords import explain_keywords
 from jaxscale.models import Decoder, EncoderModel, Tokenizer, load, preset
 from jaxscale.nn import attention_state
-from jaxscale.nn.keywords import explain_keywords
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CALLS = """
 import jax.numpy as jnp
 from flax import nnx
-from jaxscale import inference, models, nn, sharding
+import jaxscale
+from jaxscale import inference, models, nn, pruning, recipes, sharding, training
 
 tiny, rngs = models.preset("llama_tiny"), nnx.Rngs(0)
 tokens = jnp.ones((1, 4), jnp.int32)
@@ -39,6 +40,48 @@ calls = [
     lambda: models.preset("llama3.1-8b"),
     lambda: models.preset("bert_base"),
     lambda: models.encoder_preset("llama3_8b"),
+    lambda: models.preset("google-bert/bert-base-uncased"),
+    lambda: models.preset("gpt2"),
+    lambda: sharding.make_mesh({"tp": 2}),
+    lambda: sharding.make_mesh({"fsdp": "all"}),
+    lambda: sharding.make_mesh(fsdp=2),
+    lambda: sharding.preset("FSDP-TP"),
+    lambda: models.Decoder("llama_tiny", rngs=rngs),
+    lambda: models.Decoder(tiny, rngs=0),
+    lambda: models.Decoder(tiny, rngs),
+    lambda: models.EncoderModel("bert_tiny", rngs=rngs),
+    lambda: models.Decoder(tiny, rngs=rngs)([[1, 2]]),
+    lambda: models.Decoder(tiny, rngs=rngs)(tokens[0]),
+    lambda: models.Decoder(tiny, rngs=rngs)(tokens * 1.0),
+    lambda: models.Decoder(tiny, rngs=rngs).generate,
+    lambda: models.Decoder(tiny, rngs=rngs).nothing,
+    lambda: models.DecoderConfig(hidden_size=3),
+    lambda: inference.LLM("gpt2"),
+    lambda: inference.LLM("gpt2", tensor_parallel_size=2),
+    lambda: inference.LLM.from_pretrained("gpt2", max_model_len=2),
+    lambda: inference.Encoder("bert", None),
+    lambda: inference.SamplingParams(max_new_tokens=3),
+    lambda: inference.SamplingParams(0.8),
+    lambda: inference.EngineConfig(max_num_seqs=3),
+    lambda: training.TrainConfig(model="llama_tiny"),
+    lambda: training.TrainConfig(model=tiny, lr=1e-3),
+    lambda: training.OptimizerConfig(learning_rate="1e-3"),
+    lambda: training.DataConfig(paths="notes.txt"),
+    lambda: training.DataConfig(seq_len="8"),
+    lambda: pruning.PruneConfig(amount=0.5),
+    lambda: nn.Linear(4, 8, bias=False, rngs=rngs),
+    lambda: nn.Attention(64, 4, rngs=rngs),
+    lambda: nn.Attention(64, num_heads=4, rngs=rngs),
+    lambda: jaxscale.Decoder,
+    lambda: models.Decoder(tiny, dtype="bf16", rngs=rngs),
+    lambda: nn.Block(tiny, rngs=rngs),
+    lambda: nn.attention_state(4),
+    lambda: training.load_text("notes.txt"),
+    lambda: training.TrainConfig(model=tiny, optimizer="adamw"),
+    lambda: training.TrainConfig(model=tiny, mesh={"fsdp": 2}),
+    lambda: training.TrainConfig(model=tiny, steps="10"),
+    lambda: pruning.sparsify(None, 0.75),
+    lambda: recipes.train_classifier("bert", [], output_dir="x", epochs=3),
 ]
 for call in calls:
     try:
@@ -58,6 +101,49 @@ ANSWERS = [
     "ValueError: preset 'bert_base' is unknown, but the other kind of model has it: "
     "use encoder_preset('bert_base')",
     "ValueError: encoder_preset 'llama3_8b' is unknown, but the other kind of model",
+    "ValueError: preset 'google-bert/bert-base-uncased' is unknown, but the other kind "
+    "of model has it: use encoder_preset('bert_base')",
+    "ValueError: preset 'gpt2' is unknown; did you mean gpt2_tiny, gpt2_small",
+    "ValueError: mesh axis 'tp' is unknown (did you mean tensor?); use some of",
+    "ValueError: mesh axis fsdp has size 'all', expected at least 1, or -1",
+    "TypeError: make_mesh() takes no 'fsdp': sizes of axes come together, such as {'fs",
+    "ValueError: rules 'FSDP-TP' is no preset (did you mean fsdp_tp?); use one of",
+    "ValueError: config is 'llama_tiny', expected DecoderConfig; jaxscale.models.pre",
+    "ValueError: rngs is 0, expected Rngs; flax.nnx.Rngs(0) is one",
+    "TypeError: Decoder.__init__() takes 1 by position, got 2; write the others as r",
+    "ValueError: config is 'bert_tiny', expected EncoderConfig; jaxscale.models.enco",
+    "ValueError: tokens is a list, expected an array of token ids, [batch, tokens]; ",
+    "ValueError: tokens is of shape (4,) and type int32, expected integers [batch, tok",
+    "ValueError: tokens is of shape (1, 4) and type float32, expected integers",
+    "AttributeError: 'Decoder' object has no attribute 'generate'; call jaxscale.inf",
+    "AttributeError: 'Decoder' object has no attribute 'nothing'",
+    "TypeError: DecoderConfig.__init__() takes no 'hidden_size' (did you mean d_mode",
+    "ValueError: model is 'gpt2', expected Decoder; LLM.from_pretrained(path) loads ",
+    "TypeError: LLM.__init__() takes no 'tensor_parallel_size': give a mesh, `jaxscale",
+    "TypeError: LLM.from_pretrained() takes no 'max_model_len': sizes are in config=",
+    "ValueError: model is 'bert', expected EncoderModel; from_pretrained(path) loads",
+    "TypeError: SamplingParams.__init__() takes no 'max_new_tokens' (did you mean ma",
+    "TypeError: SamplingParams.__init__() takes 0 by position, got 1; write the others",
+    "TypeError: EngineConfig.__init__() takes no 'max_num_seqs' (did you mean num_sl",
+    "ValueError: model is 'llama_tiny', expected a DecoderConfig or EncoderConfig, s",
+    "TypeError: TrainConfig.__init__() takes no 'lr': it is in optimizer=OptimizerCo",
+    "ValueError: learning_rate '1e-3' must be a number",
+    "ValueError: paths 'notes.txt', expected several; write ('notes.txt',)",
+    "ValueError: seq_len '8', expected a number",
+    "TypeError: PruneConfig.__init__() takes no 'amount' (did you mean sparsity?)",
+    "TypeError: Linear.__init__() takes no 'bias' (did you mean use_bias?)",
+    "ValueError: config is 4, expected AttentionConfig; AttentionConfig(num_heads=",
+    "TypeError: Attention.__init__() takes no 'num_heads': the shape of attention is",
+    "AttributeError: module 'jaxscale' has no attribute 'Decoder'; what it has is in",
+    "ValueError: dtype 'bf16' is no data type; use one such as 'bfloat16'",
+    "ValueError: config is a DecoderConfig, expected BlockConfig; model_config.block()",
+    "ValueError: shape 4, expected (batch, tokens), as in x.shape[:2]",
+    "ValueError: config is 'notes.txt', expected DataConfig; DataConfig(paths=(",
+    "ValueError: optimizer is 'adamw', expected OptimizerConfig; OptimizerConfig(...)",
+    "ValueError: mesh is a dict, expected MeshConfig; MeshConfig(...) makes one",
+    "ValueError: steps '10', expected an integer",
+    "ValueError: masks is 0.75, expected Masks; make_model_masks(model, scores, config",
+    "TypeError: train_classifier() takes no 'epochs' (did you mean steps?); it takes",
 ]
 
 

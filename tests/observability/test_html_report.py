@@ -32,6 +32,7 @@ def test_parts_stand_in_order_and_need_no_script(tmp_path):
     assert "<b>75%</b><span>of &lt;all&gt;</span>" in text
     assert "<th>a name</th>" in text and "what" not in text.split("<body>")[1]
     assert text.count("<svg") == 2 and "<script" not in text
+    assert "prefers-color-scheme: dark" in text
     assert "details" not in text.split("<h1>")[1].split("</h1>")[0]
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxscale.checks import check_choice
+from jaxscale.checks import check_choice, check_type
 from jaxscale.inference.encoder.encode_plan import (
     EncodePlan,
     budgets,
@@ -33,6 +33,7 @@ from jaxscale.inference.encoder.encode_programs import (
 )
 from jaxscale.inference.encoder.texts import Text, as_encoded, check_texts
 from jaxscale.inference.run_directory import is_run, load_run
+from jaxscale.keywords import explain_keywords
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling
 from jaxscale.models.hf.hub import local_directory
@@ -81,6 +82,7 @@ class Encoder:
         (2, 32)
     """
 
+    @explain_keywords
     def __init__(
         self,
         model: EncoderModel,
@@ -111,6 +113,7 @@ class Encoder:
             ValueError: the tokenizer has more tokens than the model, `pooling` is
                 unknown, or `max_length` exceeds what the model allows.
         """
+        check_type("model", model, EncoderModel, "from_pretrained(path) loads one")
         check_choice("pooling", pooling, Pooling)
         config = model.config
         if tokenizer.vocab_size > config.vocab_size:

@@ -13,6 +13,7 @@ from jaxscale.inference.engine.scheduler_config import (
     SchedulerSettings,
     is_power,
 )
+from jaxscale.keywords import explained
 from jaxscale.models.config import DecoderConfig
 
 
@@ -25,6 +26,7 @@ MIXED = 256
 """Most prompt tokens, and most rows, of a mixed batch."""
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(SchedulerSettings):
     """The sizes of the inference engine; None is chosen by model and device.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jaxscale.checks import check_type
 from jaxscale.inference.engine import hosts
 from jaxscale.inference.engine.config import EngineConfig
 from jaxscale.inference.engine.engine import Engine
@@ -143,6 +144,7 @@ def _make_runner(
     """A runner that fits the devices, not yet compiled."""
     if config.kv_dtype is None and kv_scales is not None:
         raise ValueError("kv_scales are for kv_dtype 'fp8', got kv_dtype None")
+    check_type("model", model, Decoder, "LLM.from_pretrained(path) loads one")
     model = model.for_inference()
     device = min(jax.tree.leaves(model)[0].sharding.device_set, key=lambda d: d.id)
     on_cpu = device.platform == "cpu"

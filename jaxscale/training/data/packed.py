@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxscale.checks import check_choice, check_least
+from jaxscale.checks import check_choice, check_least, check_type
+from jaxscale.keywords import explained
 from jaxscale.models.heads import Problem
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.nn.packing import PackedBatch
@@ -50,6 +51,7 @@ from jaxscale.training.data.row_packing import MixedRows, PackedRows, spread
 logger = logging.getLogger("jaxscale.training")
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The text to train on, and the size of its batches.
@@ -110,6 +112,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Check the settings that need no files."""
+        if isinstance(self.paths, str):
+            raise ValueError(
+                f"paths {self.paths!r}, expected several; write ({self.paths!r},)"
+            )
         check_least(self, 1, "vocab_size", "batch_size", "max_sequences")
         check_least(self, 2, "seq_len")
         check_least(self, 0, "seed", "prefetch")
@@ -172,6 +178,7 @@ def load_text(config: DataConfig) -> TextData:
             tokens than `config.vocab_size`.
         FileNotFoundError: there is no tokenizer where `config.tokenizer` says.
     """
+    check_type("config", config, DataConfig, "DataConfig(paths=(...,)) makes one")
     tokenizer = load_tokenizer(config) if config.tokenizer is not None else None
     where = ", ".join(config.paths) or "the documentation and library of this Python"
     logger.info("reading %s", where)

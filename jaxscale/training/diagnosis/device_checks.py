@@ -97,7 +97,7 @@ def product(devices: Sequence[Any], sizes: Sizes, dtype: Any) -> Iterator[Measur
     problem = ""
     if len(wrong):
         problem = f"a product of whole numbers is wrong in {len(wrong)} of {n} rows"
-    name = f"products {jnp.dtype(dtype).name}"
+    name = f"matmul {jnp.dtype(dtype).name}"
     yield _measurement(name, devices, value, "FLOP/s", problem=problem)
 
 
@@ -202,8 +202,8 @@ def collectives(devices: Sequence[Any], sizes: Sizes) -> Iterator[Measurement]:
 
 
 ALONE: Mapping[str, Probe] = {
-    "products bfloat16": functools.partial(product, dtype=jnp.bfloat16),
-    "products float32": functools.partial(product, dtype=jnp.float32),
+    "matmul bfloat16": functools.partial(product, dtype=jnp.bfloat16),
+    "matmul float32": functools.partial(product, dtype=jnp.float32),
     "memory": memory,
     "host link": host_link,
     "bits": bits,

@@ -29,8 +29,8 @@ _DEVIATIONS = 5.0  # of the others from their median, which are usual
 _LINKS = ("from the host", "to the host", "pairs", "neighbors")
 _WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}  # it may take down a host's links
 _EXPECTED = {
-    "products bfloat16": "matmul",
-    "products float32": "fp32",
+    "matmul bfloat16": "matmul",
+    "matmul float32": "fp32",
     "memory": "hbm",
     "from the host": "host",
     "to the host": "host",
@@ -348,10 +348,10 @@ def shown(name: str, value: float) -> str:
     """A rate with its unit.
 
     Example:
-        >>> shown("products bfloat16", 7.5e14), shown("memory", 4.0e12)
+        >>> shown("matmul bfloat16", 7.5e14), shown("memory", 4.0e12)
         ('750 TFLOP/s', '4000 GB/s')
     """
-    if name.startswith("products"):
+    if name.startswith("matmul"):
         return f"{value / 1e12:.3g} TFLOP/s"
     return f"{value / 1e9:.4g} GB/s"
 

@@ -4,7 +4,7 @@ The time of a step is that of `m` microbatches on one stage, plus the pipeline b
 plus the costs once per step:
 
     time = (m + (p - 1) / v) stage + data + optimizer + fixed
-    stage = products + attention + elementwise + exposed communication
+    stage = matmuls + attention + elementwise + exposed communication
 
 `step_time` describes each part, `jaxscale.training.planning.memory_model` the minimum
 memory of a step. The constants of machines are in `jaxscale.training.hardware`, those
@@ -308,7 +308,7 @@ def step_time(
     memory traffic: gradient accumulation, and layers that are sliced out of chunks.
 
     Returns:
-        ``products``, ``attention``, ``elementwise``, ``tensor``, ``context``, ``pipe``,
+        ``matmuls``, ``attention``, ``elementwise``, ``tensor``, ``context``, ``pipe``,
         ``bubble``, ``data``, ``optimizer``, ``fixed``, ``jitter``. Communication counts
         where it is exposed.
     """
@@ -377,7 +377,7 @@ def _stage(
     nic = hardware.neighbor_rate(stride=stride, size=p)
     pipe = sent / (nic if nic == hardware.link else nic * program.network)
     return {
-        "products": tokens * products / t / hardware.matmul,
+        "matmuls": tokens * products / t / hardware.matmul,
         "attention": tokens * attended / t / hardware.attention,
         "elementwise": tokens * elementwise / t + added,
         "tensor": tokens * tensor * program.tensor_exposed,

@@ -19,7 +19,7 @@ def least_memory(shape: Shape, seq_len: int, layout: Layout) -> dict[str, float]
     accumulation, as in a pipeline, they are held besides.
 
     Returns:
-        ``parameters``, ``moments``, ``gradients``, ``activations``.
+        ``parameters``, ``optimizer state``, ``gradients``, ``activations``.
     """
     local, shards = local_parameters(shape, layout), layout.fsdp
     tokens = layout.rows * seq_len / layout.context
@@ -37,7 +37,7 @@ def least_memory(shape: Shape, seq_len: int, layout: Layout) -> dict[str, float]
     moments = layout.moment_bytes * local / shards
     return {
         "parameters": local * (_FP32 / shards + _BF16 * gathered),
-        "moments": moments if layout.memory_kind == "device" else 0.0,
+        "optimizer state": moments if layout.memory_kind == "device" else 0.0,
         "gradients": gradients,
         "activations": kept,
     }

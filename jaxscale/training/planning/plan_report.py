@@ -21,7 +21,7 @@ from jaxscale.training.planning.search import (
 _COLUMNS = ("layout", "s a step", "MFU", "tok/s/GPU", "GB", "bubble", "exposed")
 # A letter and a color for each part of the time.
 _PARTS = {
-    "products": ("p", "#3f83c7"),
+    "matmuls": ("m", "#3f83c7"),
     "attention": ("a", "#6ba6df"),
     "elementwise": ("e", "#b7d3ee"),
     "tensor": ("t", "#d9822b"),

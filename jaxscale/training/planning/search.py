@@ -392,7 +392,7 @@ def _nothing_fits(
     part = max(least.memory, key=lambda name: least.memory[name])
     on_device = config.moment_bytes if config.memory_kind == "device" else 0
     state = (4 + on_device) * shape.num_parameters()
-    kept = "Parameters and moments" if on_device else "Parameters"
+    kept = "Parameters and optimizer state" if on_device else "Parameters"
     enough = math.ceil(state / limit)
     return (
         f"{where} fits: the smallest, {describe(least.layout)}, needs "
@@ -400,7 +400,8 @@ def _nothing_fits(
         f"{limit / 1e9:,.1f} GB, so {(least.bytes - limit) / 1e9:,.1f} GB are short; "
         f"the largest part is {part}, {least.memory[part] / 1e9:,.1f} GB. {kept} alone "
         f"are {state / 1e9:,.0f} GB, the memory of {enough} such GPUs; use more GPUs, "
-        "shorter or fewer rows, moments in bfloat16 or on the host, or a smaller model"
+        "shorter or fewer sequences, optimizer state in bfloat16 or on the host, or a "
+        "smaller model"
     )
 
 

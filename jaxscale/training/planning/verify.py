@@ -114,7 +114,7 @@ def compiled_text(found: Estimate, step: CompiledStep, *, top: int = 16) -> str:
         lines.append(f"  {len(rest)} smaller kinds send {sent:,.2f} GB more")
     lines.append(
         "  MB of the result on a GPU; loops: rounds of those around it. hidden: "
-        "products\n  or kernels run meanwhile; overlaps: started early, with none of "
+        "matmuls\n  or kernels run meanwhile; overlaps: started early, with none of "
         "these; waits:\n  not started early"
     )
     return "\n".join(lines)

@@ -41,8 +41,8 @@ def named(measurements, devices):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("products bfloat16", H200.matmul),
-        ("products float32", H200.fp32),
+        ("matmul bfloat16", H200.matmul),
+        ("matmul float32", H200.fp32),
         ("memory", H200.hbm),
         ("from the host", H200.host),
         ("to the host", H200.host),
@@ -162,8 +162,8 @@ def test_a_device_that_computes_wrong_values_is_named(measured):
     findings = judge(found, devices, CONFIG)
     assert {finding.devices for finding in findings} == {(2,)}
     texts = " | ".join(finding.text for finding in findings)
-    assert "products bfloat16: a product of whole numbers is wrong in 1 of 64" in texts
-    assert "products float32: a product of whole numbers is wrong" in texts
+    assert "matmul bfloat16: a product of whole numbers is wrong in 1 of 64" in texts
+    assert "matmul float32: a product of whole numbers is wrong" in texts
     assert "bits: a sum of whole numbers is wrong" in texts
     assert "bits: a product of whole numbers has other bits than on most" in texts
 
@@ -185,7 +185,7 @@ def test_everything_is_measured(measured):
     devices, found = measured
     assert [device["id"] for device in devices] == [0, 1, 2, 3]
     alone = {(m.name, m.devices) for m in found if m.value and len(m.devices) == 1}
-    names = ("products bfloat16", "products float32", "memory")
+    names = ("matmul bfloat16", "matmul float32", "memory")
     names += ("from the host", "to the host")
     assert alone == {(name, (i,)) for name in names for i in range(4)}
     between = {m.devices for m in found if m.name == "pairs" and m.value > 0}

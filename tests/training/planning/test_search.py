@@ -102,9 +102,12 @@ def test_no_step_takes_less_memory_than_is_counted():
     ("options", "gigabytes"),
     [
         # Parameters, moments and gradients of 8.03 billion parameters: 16 bytes each.
-        ({}, {"parameters": 32.12, "moments": 64.24, "gradients": 32.12}),
-        ({"memory_kind": "pinned_host"}, {"moments": 0}),
-        ({"fsdp": 8, "zero": 1}, {"parameters": 32.12 / 8 + 16.06, "moments": 8.03}),
+        ({}, {"parameters": 32.12, "optimizer state": 64.24, "gradients": 32.12}),
+        ({"memory_kind": "pinned_host"}, {"optimizer state": 0}),
+        (
+            {"fsdp": 8, "zero": 1},
+            {"parameters": 32.12 / 8 + 16.06, "optimizer state": 8.03},
+        ),
         ({"fsdp": 8, "batch_size": 16, "zero": 2}, {"gradients": 32.12 / 8}),
         ({"fsdp": 8, "batch_size": 16, "zero": 1}, {"gradients": 32.12}),
         # Inputs of 32 layers, 4,096 tokens of 4,096 features in bf16; gradients of one
@@ -177,7 +180,7 @@ def test_parts_are_finite_and_the_bubble_is_that_of_the_table(layout):
     layout.check(model, 8192)
     parts = step_time(model, 8192, layout, H200, JAXSCALE_XLA)
     assert all(math.isfinite(x) and x >= 0 for x in parts.values()), parts
-    stage = ("products", "attention", "elementwise", "tensor", "context", "pipe")
+    stage = ("matmuls", "attention", "elementwise", "tensor", "context", "pipe")
     busy = sum(parts[name] for name in stage)
     share = parts["bubble"] / (busy + parts["bubble"])
     if layout.pipe * layout.microbatches * layout.chunks <= 512:
@@ -187,7 +190,7 @@ def test_parts_are_finite_and_the_bubble_is_that_of_the_table(layout):
     assert all(math.isfinite(x) and x >= 0 for x in sizes.values()), sizes
     # Moments of all copies are 8 bytes a parameter: nothing is lost or held twice.
     copies = layout.data * layout.context
-    moments = sizes["moments"] * layout.gpus / copies
+    moments = sizes["optimizer state"] * layout.gpus / copies
     assert moments == pytest.approx(8 * model.num_parameters(), rel=1e-9)
 
 
@@ -196,7 +199,7 @@ def test_products_count_the_flops_of_the_model():
     parts = step_time(model, 4096, layout, H200, JAXSCALE_XLA)
     tokens = 8 * 4096
     products = 6 * (model.num_parameters() - 32_000 * 2048) * tokens / H200.matmul
-    assert parts["products"] == pytest.approx(products, rel=1e-3)  # but for norms
+    assert parts["matmuls"] == pytest.approx(products, rel=1e-3)  # but for norms
     attention = model.flops_per_token(4096, True) * tokens - products * H200.matmul
     # The backward pass computes five products for two forward: 7 / 6 of what counts.
     assert parts["attention"] == pytest.approx(
@@ -352,7 +355,7 @@ def test_the_command_is_one_that_train_takes(given):
 def test_an_8b_model_fits_one_gpu_with_smaller_moments_or_none_there(moments):
     """XLA reserves 90 and 83 GiB for one row: see `test_moments`."""
     asked = PlanConfig(gpus=1, batch_size=8, seq_len=4096, remat="full")
-    with pytest.raises(ValueError, match=r"moments alone are 96 GB, .* or on the host"):
+    with pytest.raises(ValueError, match=r"state alone are 96 GB, .* or on the host"):
         plan_layouts(llama3_8b(), asked)
     config = dataclasses.replace(asked, **moments)
     best = plan_layouts(llama3_8b(), config).best
@@ -364,7 +367,7 @@ def test_an_8b_model_fits_one_gpu_with_smaller_moments_or_none_there(moments):
     assert {n: getattr(command.config.optimizer, n) for n in moments} == moments
     usual = dataclasses.replace(best.layout, moment_bytes=8, memory_kind="device")
     usual = estimate(llama3_8b(), usual, asked)
-    assert best.memory["moments"] < 0.51 * usual.memory["moments"]
+    assert best.memory["optimizer state"] < 0.51 * usual.memory["optimizer state"]
     # 1.5 times 64 GB over PCIe.
     slower = best.time["optimizer"] - usual.time["optimizer"]
     assert 1 < slower < 3 if "memory_kind" in moments else slower == 0
@@ -384,7 +387,7 @@ def test_fused_kernels_are_for_the_gpus_of_one_process():
             {"gpus": 8, "rows": 1, "chunks": 1, "remat": "full"},
             r"no layout of 8 H200 fits: the smallest, .* needs at least [\d.,]+ GB of "
             r"a GPU, which may take 126.9 GB, so [\d.,]+ GB are short; the largest "
-            r"part is moments, .* are 4,8\d\d GB, the memory of 39 such GPUs",
+            r"part is optimizer state, .* are 4,8\d\d GB, the memory of 39 such GPUs",
         ),
         (
             "llama3_8b",
@@ -445,7 +448,7 @@ def test_a_plan_in_words_and_as_a_page(tmp_path):
     assert [line[:3].strip() for line in lines[3:6]] == ["1", "2", "3"]
     assert "The first: pipe 4" in words and "GB may be taken" in words
     bars = [line[5:] for line in lines[7:10]]
-    assert all(len(bar) <= 60 and set(bar) <= set("paetcsdbofj") for bar in bars)
+    assert all(len(bar) <= 60 and set(bar) <= set("maetcsdbofj") for bar in bars)
     page = write_report(
         plan, "llama3_8b", "train me", tmp_path / "plan.html", top=4
     ).read_text()
