@@ -219,11 +219,8 @@ def test_adapters_are_trained_saved_and_merged(decoder, notes, command, tmp_path
     for name in changed:  # rank 2
         values = np.linalg.svd(after[name] - before[name], compute_uv=False)
         assert values[1] > 1e-4 and values[2] < 1e-6
-    prompt = ["--prompt", "The number", "--temperature", 0, "--max-new-tokens", 6]
-    said = [command("generate", "--from", path, *prompt)[:2] for path in (run, out)]
-    assert said[0] == said[1] and said[0][0] == 0
 
-    # Beside the model that they were trained on.
+    # Beside the model that they were trained on, and merged into it.
     served = {"lora": ["notes", None], "lora_modules": {"notes": run}}
     found, without = scores(decoder, **served)
     np.testing.assert_allclose(found, scores(out)[0], atol=1e-5)
