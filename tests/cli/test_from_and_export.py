@@ -300,6 +300,7 @@ def test_an_encoder_learns_to_classify(encoder, reviews, command, tmp_path):
     assert code == 2 and "trained an encoder, which does not generate" in err
 
 
+@pytest.mark.exhaustive  # as labels by command, and hidden tokens through fit
 def test_an_encoder_learns_hidden_tokens(encoder, notes, command, tmp_path):
     run = tmp_path / "run"
     code, told, err = command(

@@ -71,6 +71,7 @@ def classified(encoder):
     return np.argmax(answers, axis=-1).tolist()
 
 
+@pytest.mark.exhaustive  # the command and `train_classifier` do the same
 def test_classify(reviews, tmp_path):
     names = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
     config = dataclasses.replace(

@@ -131,6 +131,7 @@ def test_log_probabilities_of_prompts_are_those_of_the_model(llm, directory):
         assert result.tokens == ()
 
 
+@pytest.mark.exhaustive  # the engine and the command serve from four on every push
 def test_four_devices(directory, llm):
     """They split a vocabulary that does not divide."""
     mesh = make_mesh({"tensor": 4}, jax.devices()[:4])

@@ -225,7 +225,7 @@ def test_masked_tokens_are_learned(tmp_path):
     assert found.evaluation.loss < 0.4 * losses[0]
 
 
-@pytest.mark.parametrize("kind", ["sequence", "token"])
+@pytest.mark.parametrize("kind", ["sequence", *exhaustive("token")])
 def test_labels_are_learned(kind, tmp_path):
     texts, labels = labeled(kind=kind)
     data = LabeledBatches(texts, labels, seq_len=32, batch_size=4, max_sequences=4)

@@ -266,6 +266,7 @@ def test_what_a_layer_gathers_and_scatters(model, times):
     assert max(sizes, default=0) < weights
 
 
+@pytest.mark.exhaustive  # one layout computes with `context` on every push
 def test_devices_that_share_rows_move_keys_and_values_alone():
     """Key heads, not query heads; and gradients of the parameters once a step."""
     layout = Layout(pipe=2, data=2, context=2, packed=False)
