@@ -47,6 +47,7 @@ def abstract_runner(name: str, layers: int | None, devices: list[Any]) -> Any:
 
     from jaxscale.inference import EngineConfig
     from jaxscale.inference.engine.runner import Runner
+    from jaxscale.inference.engine.scheduler_config import bucket_sizes
     from jaxscale.models import Decoder, preset
 
     config = preset(name)
@@ -64,7 +65,8 @@ def abstract_runner(name: str, layers: int | None, devices: list[Any]) -> Any:
     options = EngineConfig(max_len=8192, num_pages=2048)
     sizes = options.scheduler(config, (), on_cpu=False)
     chunks = options.chunks(on_cpu=False)
-    return Runner(model, sizes, prefill_tokens=chunks, buckets=options.buckets)
+    mixed = options.mixed(bucket_sizes(sizes, None), on_cpu=False)
+    return Runner(model, sizes, prefill_tokens=chunks, mixed=mixed)
 
 
 def start(runner: Any, folder: str, workers: int, loadable: bool) -> None:

@@ -116,7 +116,8 @@ class EngineConfig(SchedulerSettings):
         few = [tokens for tokens in chunks if tokens <= MIXED] or [min(chunks)]
         powers = [rows for rows in buckets if is_power(rows)]
         rows = [n for n in powers if MIXED // 4 <= n <= MIXED] or powers[-1:]
-        return [(t, r) for t in few for r in rows]
+        # Tensor parallelism splits the tokens of both evenly.
+        return [(t, r) for t in few for r in rows if r % 8 == 0]
 
     def scheduler(
         self, model: DecoderConfig, eos_ids: Sequence[int], *, on_cpu: bool

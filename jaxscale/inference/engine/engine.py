@@ -430,27 +430,24 @@ class Engine:
             self._count(c)
             runner.remember(row, c.tokens)
         prefill = scores = decode = None
-        mixed = plan.decode is not None and plan.decode.mixed
-        if plan.decode is not None and mixed:
-            prefill, decode = runner.mixed(plan.prefill, plan.decode.bucket)
-        elif plan.prefill:
+        steps = plan.decode
+        if steps is not None and steps.mixed:
+            prefill, decode = runner.mixed(plan.prefill, steps.bucket)
+            return _Flight(plan, prefill, None, decode, self.clock())
+        if plan.prefill:
             prefill, scores = runner.prefill(plan.prefill, self._targets(plan))
-        if mixed:
-            pass
-        elif plan.decode is not None and plan.decode.full:
-            logits = runner.forward(
-                bucket=plan.decode.bucket, adapted=plan.decode.adapted
-            )
-            rows = list(plan.decode.rows)
-            for row in plan.decode.replayed:
+        if steps is not None and steps.full:
+            logits = runner.forward(bucket=steps.bucket, adapted=steps.adapted)
+            rows = list(steps.rows)
+            for row in steps.replayed:
                 rows[row] = None
             decode = runner.sample(logits, self._inputs(rows))
-        elif plan.decode is not None:
+        elif steps is not None:
             decode = runner.decode(
-                bucket=plan.decode.bucket,
-                steps=plan.decode.steps,
-                drafts=plan.decode.drafts,
-                adapted=plan.decode.adapted,
+                bucket=steps.bucket,
+                steps=steps.steps,
+                drafts=steps.drafts,
+                adapted=steps.adapted,
             )
         return _Flight(plan, prefill, scores, decode, self.clock())
 

@@ -121,7 +121,7 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
         """The program of prompts and a decode step; None where none is there."""
         fitting = (
             key
-            for key in self
+            for key in tuple(self)  # to which others are added meanwhile
             if key[0] == "mixed"
             and all(n <= m for n, m in zip((tokens, keys, rows), key[1:], strict=True))
         )

@@ -123,6 +123,7 @@ def test_a_mixed_batch_takes_the_smallest_program_that_is_there():
         ({}, [2, 64, 96, 128], False, [(128, 64), (128, 128), (256, 64), (256, 128)]),
         ({}, [2, 8], False, [(128, 8), (256, 8)]),
         ({}, [8], False, []),
+        ({}, [2, 4], False, []),
         ({"mixed_batches": True}, [8], True, [(16, 8), (64, 8), (256, 8)]),
         ({"mixed_batches": True, "prefill_tokens": (512,)}, [8], False, [(512, 8)]),
         ({"mixed_batches": False}, [2, 64], False, []),
