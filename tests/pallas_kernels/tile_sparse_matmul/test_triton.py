@@ -102,7 +102,7 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(triton.importlib.util, "find_spec", lambda name: None)
     with (
         use_device(H200),
-        pytest.raises(Unsupported, match=r"install 'jaxscale\[triton\]'"),
+        pytest.raises(Unsupported, match=r"pip install '\.\[triton\]' in a clone"),
     ):
         jax.eval_shape(
             functools.partial(tile_sparse_matmul, implementation="triton"), x, w
