@@ -253,16 +253,7 @@ class DecodePrograms:
         x = sizes.split(packed)
         if adapted:
             model = use_adapters(model, x.adapters[None])
-        state = PagedChunks(
-            positions=x.positions[None],
-            pages=pages.kv,
-            scales=pages.scales,
-            layer=jnp.int32(0),
-            rows=x.rows,
-            key_rows=x.key_rows,
-            cu_q=x.cu_q[None],
-            cu_k=x.cu_k[None],
-        )
+        state = PagedChunks(positions=x.positions[None], **_chunks(pages, x))
         hidden, state = model.run(x.tokens[None], state)
         pages = pages._replace(kv=state.pages)
         hidden = constrain(hidden, ("batch", None, "act_embed"), model.rules)
@@ -294,13 +285,7 @@ class DecodePrograms:
         length = jnp.where(num_new > 0, rows[:, Column.LENGTH], 0)
         state = PagedMixed(
             positions=jnp.concatenate([x.positions, length])[None],
-            pages=pages.kv,
-            scales=pages.scales,
-            layer=jnp.int32(0),
-            rows=x.rows,
-            key_rows=x.key_rows,
-            cu_q=x.cu_q[None],
-            cu_k=x.cu_k[None],
+            **_chunks(pages, x),
             table=rows[:, Column.TABLE :],
             lengths=length,
             num_new=num_new,
@@ -385,6 +370,19 @@ def _logits(
     hidden, state = model.run(tokens.reshape(-1, 1), state)
     logits = _unembed(model, hidden[:, 0])
     return pages._replace(kv=state.pages), logits, state.workspace
+
+
+def _chunks(pages: Pages, x: PrefillBatch) -> dict[str, Any]:
+    """The pages and the chunks of a prefill, as `PagedChunks` takes them."""
+    return {
+        "pages": pages.kv,
+        "scales": pages.scales,
+        "layer": jnp.int32(0),
+        "rows": x.rows,
+        "key_rows": x.key_rows,
+        "cu_q": x.cu_q[None],
+        "cu_k": x.cu_k[None],
+    }
 
 
 def _ends(x: PrefillBatch) -> Int[Array, "N"]:

@@ -222,7 +222,7 @@ class Scheduler:
         tokens = sum(len(chunk.tokens) for chunk in prefill)
         bucket, keys = self._slots.bucket, sum(whole_blocks(c.end) for c in prefill)
         mixed = bool(mixes and prefill and mixes(tokens, keys, bucket))
-        mixed = mixed and not any(chunk.sequence.is_special for chunk in prefill)
+        mixed = mixed and not any(chunk.sequence.needs_own_prefill for chunk in prefill)
         decode = self._decode(*ahead, prefill if mixed else ())
         self.counts.prompt_tokens += tokens
         self.counts.compactions += source is not None

@@ -83,7 +83,7 @@ class Sequence:
         )
 
     @property
-    def is_special(self) -> bool:
+    def needs_own_prefill(self) -> bool:
         """True if its prompt needs a program of its own: it has an adapter, or the
         log-probabilities of its prompt are asked for.
         """
