@@ -329,7 +329,7 @@ def _serve_vllm(params: Params, seed: int, samples: int) -> Measurement:
     """Measure vLLM on the requests of the others."""
     from benchmarks.rivals import vllm_serving
     from benchmarks.workloads import serving_policies as policies
-    from jaxscale.models.families import config_to_hf
+    from jaxscale.models.families.registry import config_to_hf
 
     load = load_of(dict(params), seed)
     config = config_to_hf(config_of(params))

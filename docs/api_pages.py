@@ -26,8 +26,11 @@ TOP_PACKAGES = ("jaxscale", "pallas_kernels")
 INTERNAL_PACKAGES = (
     "jaxscale.inference.encoder",
     "jaxscale.inference.engine",
+    "jaxscale.inference.engine.scheduling",
     "jaxscale.inference.load",
+    "jaxscale.inference.server.endpoints",
     "jaxscale.inference.server.schema",
+    "jaxscale.models.families",
     "jaxscale.models.hf",
     "jaxscale.training.checkpoint",
     "jaxscale.training.data",

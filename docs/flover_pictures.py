@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from docs.svg import INK, PALE, document
-from jaxscale.inference.engine.scheduler import Scheduler
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import Drawn
-from jaxscale.inference.engine.sequence import Sequence
+from jaxscale.inference.engine.scheduling.scheduler import Scheduler
+from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduling.scheduler_output import Drawn
+from jaxscale.inference.engine.scheduling.sequence import Sequence
 from jaxscale.inference.request import Request, SamplingParams
 
 

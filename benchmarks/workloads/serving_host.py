@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.inference import Engine, Request, SamplingParams
-from jaxscale.inference.engine.batch_rows import Column, OutFlag, RowFlag
 from jaxscale.inference.engine.program_table import ProgramTable
 from jaxscale.inference.engine.runner import Runner
-from jaxscale.inference.engine.scheduler import Scheduler
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import Chunk
+from jaxscale.inference.engine.scheduling.batch_rows import Column, OutFlag, RowFlag
+from jaxscale.inference.engine.scheduling.scheduler import Scheduler
+from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduling.scheduler_output import Chunk
 
 
 class IdleDevice(Runner):

@@ -33,7 +33,7 @@ from jaxscale.inference import (
     SamplingParams,
     make_engine,
 )
-from jaxscale.inference.engine.scheduler import Scheduler
+from jaxscale.inference.engine.scheduling.scheduler import Scheduler
 from jaxscale.inference.load.loadgen import Outcome
 from jaxscale.inference.load.workload import arrivals, lengths
 from jaxscale.models import Decoder, DecoderConfig

@@ -47,7 +47,7 @@ def abstract_runner(name: str, layers: int | None, devices: list[Any]) -> Any:
 
     from jaxscale.inference import EngineConfig
     from jaxscale.inference.engine.runner import Runner
-    from jaxscale.inference.engine.scheduler_config import bucket_sizes
+    from jaxscale.inference.engine.scheduling.scheduler_config import bucket_sizes
     from jaxscale.models import Decoder, preset
 
     config = preset(name)

@@ -46,7 +46,7 @@ class LLM:
 
     Example:
         >>> from flax import nnx
-        >>> from jaxscale.models.llama import llama_tiny
+        >>> from jaxscale.models.families.llama import llama_tiny
         >>> config = EngineConfig(num_slots=2, prefill_tokens=(64,))
         >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
         >>> with LLM(model, config=config, quiet=True) as llm:
@@ -357,7 +357,7 @@ def generate(
 
     Example:
         >>> from flax import nnx
-        >>> from jaxscale.models.llama import llama_tiny
+        >>> from jaxscale.models.families.llama import llama_tiny
         >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
         >>> [len(tokens) for tokens in generate(
         ...     model, [[1, 2, 3], [4]], max_new_tokens=5)]

@@ -16,7 +16,7 @@ from jaxscale.inference.run_directory import (
 from jaxscale.models.adapters import Adapter, with_adapters
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.decoder import Decoder
-from jaxscale.models.families import config_from_hf
+from jaxscale.models.families.registry import config_from_hf
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.hf.load import load

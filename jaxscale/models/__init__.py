@@ -6,7 +6,7 @@ from jaxscale.models.config import DecoderConfig
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.encoder_config import EncoderConfig
-from jaxscale.models.families import config_from_hf, config_to_hf, encoder_head
+from jaxscale.models.families.registry import config_from_hf, config_to_hf, encoder_head
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.heads import Head, HeadConfig, pool
 from jaxscale.models.hf.load import load

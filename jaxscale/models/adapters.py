@@ -103,7 +103,7 @@ def with_adapters(model: Decoder, adapters: Mapping[str, Adapter]) -> Decoder:
             or is for a layer that pruning has made sparse.
 
     Example:
-        >>> from jaxscale.models.llama import llama_tiny
+        >>> from jaxscale.models.families.llama import llama_tiny
         >>> factors = np.ones((2, 32, 1)), np.ones((2, 1, 32))
         >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
         >>> ones = Adapter(factors={"attention.query": factors})

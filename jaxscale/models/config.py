@@ -365,7 +365,7 @@ class DecoderConfig:
             causal: Count only the unmasked half of the attention matrix.
 
         Example:
-            >>> from jaxscale.models.llama import llama2_7b
+            >>> from jaxscale.models.families.llama import llama2_7b
             >>> round(llama2_7b().flops_per_token(4096, causal=True) / 1e9, 1)
             42.9
 
@@ -409,7 +409,7 @@ class DecoderConfig:
                 divisible by the mesh axes that it is split over.
 
         Example:
-            >>> from jaxscale.models.gpt import gpt2_small
+            >>> from jaxscale.models.families.gpt import gpt2_small
             >>> from jaxscale.sharding.rules import fsdp_tp
             >>> sizes = {"data": 1, "fsdp": 2, "pipe": 1, "tensor": 8}
             >>> gpt2_small().check_mesh(sizes, fsdp_tp())

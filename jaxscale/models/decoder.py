@@ -57,7 +57,7 @@ class Decoder(Pretrained, nnx.Module):
     is a pytree: pass it to `jax.jit`, `jax.value_and_grad` and optax as it is.
 
     Example:
-        >>> from jaxscale.models.llama import llama_tiny
+        >>> from jaxscale.models.families.llama import llama_tiny
         >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
         >>> tokens = jnp.array([[1, 2, 3, 4, 5]])
         >>> model(tokens).shape
@@ -184,7 +184,7 @@ class Decoder(Pretrained, nnx.Module):
             mesh: Target devices; by default the model's own mesh.
 
         Example:
-            >>> from jaxscale.models.llama import llama_tiny
+            >>> from jaxscale.models.families.llama import llama_tiny
             >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
             >>> block = model.for_inference().blocks[0]
             >>> block.attention.joined.kernel.shape  # queries, keys and values
@@ -282,7 +282,7 @@ class Decoder(Pretrained, nnx.Module):
         Example:
             A prompt of three tokens, and the one that follows it, in one page:
 
-            >>> from jaxscale.models.llama import llama_tiny
+            >>> from jaxscale.models.families.llama import llama_tiny
             >>> from jaxscale.nn import PagedRows, empty_pages
             >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
             >>> pages = empty_pages(

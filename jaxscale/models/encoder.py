@@ -54,7 +54,7 @@ class EncoderModel(Pretrained, nnx.Module):
     is a pytree: pass it to `jax.jit`, `jax.value_and_grad` and optax as it is.
 
     Example:
-        >>> from jaxscale.models.bert import bert_tiny
+        >>> from jaxscale.models.families.bert import bert_tiny
         >>> head = HeadConfig(kind="sequence", num_labels=3, transform="tanh")
         >>> model = EncoderModel(bert_tiny(), head=head, rngs=nnx.Rngs(0))
 

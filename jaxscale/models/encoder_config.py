@@ -203,7 +203,7 @@ class EncoderConfig:
         """The block number of each layer.
 
         Example:
-            >>> from jaxscale.models.albert import albert_tiny
+            >>> from jaxscale.models.families.albert import albert_tiny
             >>> config = dataclasses.replace(
             ...     albert_tiny(), num_layers=8, layer_groups=2, group_blocks=2
             ... )

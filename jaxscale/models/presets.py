@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.encoder_config import EncoderConfig
-from jaxscale.models.families import DECODERS, ENCODERS
+from jaxscale.models.families.registry import DECODERS, ENCODERS
 
 
 PRESETS: dict[str, Callable[[], DecoderConfig]] = {

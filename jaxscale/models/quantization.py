@@ -43,7 +43,7 @@ def quantize(
             quantized already.
 
     Example:
-        >>> from jaxscale.models.llama import llama_tiny
+        >>> from jaxscale.models.families.llama import llama_tiny
         >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
         >>> block = quantize(model, "fp8").blocks[0]
         >>> block.mlp.down.kernel.shape, block.mlp.down.kernel.dtype

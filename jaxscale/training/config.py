@@ -41,7 +41,7 @@ class TrainConfig:
     """The settings of a training run, as `fit` takes them.
 
     Example:
-        >>> from jaxscale.models.llama import llama_tiny
+        >>> from jaxscale.models.families.llama import llama_tiny
         >>> data = DataConfig(vocab_size=256, seq_len=128, batch_size=8)
         >>> config = TrainConfig(model=llama_tiny(), data=data, microbatches=2)
         >>> dataclasses.replace(config, microbatches=3)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.encoder_config import EncoderConfig
-from jaxscale.models.families import family_of
+from jaxscale.models.families.registry import family_of
 from jaxscale.models.heads import Head, HeadConfig, make_head
 from jaxscale.sharding.parameters import place
 from jaxscale.sharding.rules import AxisRules
@@ -44,7 +44,7 @@ def kept_of(
     names, equally many labels are taken in order.
 
     Example:
-        >>> from jaxscale.models.bert import bert_tiny
+        >>> from jaxscale.models.families.bert import bert_tiny
         >>> own = HeadConfig(kind="sequence", num_labels=2, labels=("no", "yes"))
         >>> names = ("maybe", "yes", "no")
         >>> new = HeadConfig(kind="sequence", num_labels=3, labels=names)

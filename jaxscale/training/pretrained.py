@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.encoder_config import EncoderConfig
-from jaxscale.models.families import config_from_hf
+from jaxscale.models.families.registry import config_from_hf
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.hf.load import check_files, load, own_head

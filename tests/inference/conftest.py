@@ -13,8 +13,8 @@ from jax.tree_util import register_dataclass
 
 from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.runner import Runner
-from jaxscale.inference.engine.scheduler import Scheduler
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduling.scheduler import Scheduler
+from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
 from jaxscale.inference.request import Request, SamplingParams
 from jaxscale.models import Decoder, preset
 from jaxscale.models.adapters import adapter_of, with_adapters

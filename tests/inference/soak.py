@@ -20,7 +20,7 @@ import time
 from jaxscale.inference import InvalidRequest, Overloaded, Request, SamplingParams
 from jaxscale.inference.engine.async_engine import AsyncEngine
 from jaxscale.inference.engine.engine import Engine
-from jaxscale.inference.engine.scheduler import Scheduler
+from jaxscale.inference.engine.scheduling.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.models import Tokenizer
 from tests.inference.conftest import LLAMA, SIZES, Served

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxscale.inference.engine.batch_rows import Column, OutFlag, RowFlag
 from jaxscale.inference.engine.runner import Runner
+from jaxscale.inference.engine.scheduling.batch_rows import Column, OutFlag, RowFlag
 from jaxscale.models import Decoder
 from jaxscale.sharding import REPLICATED, create, decode_all_reduce, fsdp_tp, make_mesh
 from jaxscale.sharding.decode_all_reduce import Sums

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxscale.inference import Engine, Request, SamplingParams
-from jaxscale.inference.engine.scheduler import Scheduler
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduling.scheduler import Scheduler
+from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
 from jaxscale.models import load
 from tests.inference.conftest import Greedy
 from tests.models.test_hf import MODELS, expected, forward, padded

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from jaxscale.models.config import DecoderConfig
-from jaxscale.models.gpt import gpt2_small, gpt2_tiny
-from jaxscale.models.llama import llama2_70b, llama_tiny
+from jaxscale.models.families.gpt import gpt2_small, gpt2_tiny
+from jaxscale.models.families.llama import llama2_70b, llama_tiny
 from jaxscale.models.presets import PRESETS, preset
 from jaxscale.nn import RopeScaling
 from jaxscale.sharding.rules import REPLICATED, fsdp_tp

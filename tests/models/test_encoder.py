@@ -17,7 +17,7 @@ from jaxscale.models import (
     encoder_preset,
     pool,
 )
-from jaxscale.models.bert import roberta_tiny
+from jaxscale.models.families.bert import roberta_tiny
 from jaxscale.nn import PagedRows, empty_pages
 from jaxscale.sharding import fsdp_tp, logical_axes
 from tests.tiers import exhaustive

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxscale.models import Decoder, EncoderModel, preset
-from jaxscale.models.bert import bert_tiny
+from jaxscale.models.families.bert import bert_tiny
 from jaxscale.nn.linear import Linear
 from jaxscale.pruning import (
     PruneConfig,

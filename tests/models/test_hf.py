@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jaxscale.inference import generate
 from jaxscale.models import Tokenizer, load, save
 from jaxscale.models.decoder import Decoder
-from jaxscale.models.families import DECODERS
+from jaxscale.models.families.registry import DECODERS
 from jaxscale.models.hf import files as hf_files
 from jaxscale.models.hf import tensors as hf_tensors
 from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh, megascale_3d, shardings

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale.models.families import FAMILIES, config_from_hf, config_to_hf
-from jaxscale.models.gemma import gemma2_tiny, gemma3_tiny, gemma_tiny
-from jaxscale.models.gpt import gpt2_tiny, gptj_tiny
-from jaxscale.models.gpt_neox import neox_tiny
+from jaxscale.models.families.gemma import gemma2_tiny, gemma3_tiny, gemma_tiny
+from jaxscale.models.families.gpt import gpt2_tiny, gptj_tiny
+from jaxscale.models.families.gpt_neox import neox_tiny
+from jaxscale.models.families.llama import llama_tiny
+from jaxscale.models.families.mistral import mistral_tiny
+from jaxscale.models.families.modernbert import modernbert_tiny
+from jaxscale.models.families.registry import FAMILIES, config_from_hf, config_to_hf
 from jaxscale.models.hf.keys import Keys
-from jaxscale.models.llama import llama_tiny
-from jaxscale.models.mistral import mistral_tiny
-from jaxscale.models.modernbert import modernbert_tiny
 from jaxscale.models.presets import PRESETS
 from jaxscale.nn.embeddings import RopeScaling
 

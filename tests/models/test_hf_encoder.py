@@ -26,7 +26,7 @@ from jaxscale.models import (
     load,
     save,
 )
-from jaxscale.models.families import FAMILIES
+from jaxscale.models.families.registry import FAMILIES
 from jaxscale.sharding import MeshConfig, fsdp_tp, make_mesh
 
 

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.models.families import config_from_hf, config_to_hf
-from jaxscale.models.gemma import gemma2_tiny, gemma3_tiny, gemma_tiny
-from jaxscale.models.gpt_neox import neox_tiny
-from jaxscale.models.llama import llama_tiny
-from jaxscale.models.mistral import mistral_tiny
-from jaxscale.models.modernbert import modernbert_tiny
-from jaxscale.models.qwen import qwen2_tiny, qwen3_tiny
+from jaxscale.models.families.gemma import gemma2_tiny, gemma3_tiny, gemma_tiny
+from jaxscale.models.families.gpt_neox import neox_tiny
+from jaxscale.models.families.llama import llama_tiny
+from jaxscale.models.families.mistral import mistral_tiny
+from jaxscale.models.families.modernbert import modernbert_tiny
+from jaxscale.models.families.qwen import qwen2_tiny, qwen3_tiny
+from jaxscale.models.families.registry import config_from_hf, config_to_hf
 from jaxscale.nn.embeddings import RopeScaling
 
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxscale.models import Decoder
-from jaxscale.models.llama import llama_tiny
+from jaxscale.models.families.llama import llama_tiny
 from jaxscale.nn.packing import PackedBatch
 from jaxscale.training.step import next_token_loss
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.models import encoder_preset
-from jaxscale.models.llama import llama_tiny
+from jaxscale.models.families.llama import llama_tiny
 from jaxscale.sharding import MeshConfig
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.data.packed import DataConfig

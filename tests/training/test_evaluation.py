@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.models import EncoderConfig, HeadConfig, Tokenizer, encoder_preset
-from jaxscale.models.llama import llama_tiny
+from jaxscale.models.families.llama import llama_tiny
 from jaxscale.sharding import make_mesh
 from jaxscale.training import (
     DataConfig,

@@ -18,7 +18,7 @@ from flax import nnx
 
 import jaxscale
 from jaxscale.models import Decoder, DecoderConfig, save
-from jaxscale.models.llama import llama_tiny
+from jaxscale.models.families.llama import llama_tiny
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.observability import find_layout, read_run
 from jaxscale.sharding import MeshConfig

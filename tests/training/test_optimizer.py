@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxscale.models import EncoderModel, encoder_head, encoder_preset
-from jaxscale.models.llama import llama_tiny
+from jaxscale.models.families.llama import llama_tiny
 from jaxscale.sharding import fsdp_tp, make_mesh, shardings
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.training.checkpoint.store import named_leaves

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale.models.llama import llama_tiny
+from jaxscale.models.families.llama import llama_tiny
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.sharding import MeshConfig, create, make_mesh
 from jaxscale.training import (

@@ -18,7 +18,7 @@ from jaxscale.models import (
     load,
     save,
 )
-from jaxscale.models.families import head_from_hf
+from jaxscale.models.families.registry import head_from_hf
 from jaxscale.recipes import export, from_source, prepare
 from jaxscale.sharding import MeshConfig
 from jaxscale.training import LabeledBatches, classification_loss, fit

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxscale.models.llama import llama_tiny
+from jaxscale.models.families.llama import llama_tiny
 from jaxscale.sharding.lookup import gather
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.parameters import partitioned

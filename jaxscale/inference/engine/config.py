@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from jaxscale.checks import check_integers
-from jaxscale.inference.engine.scheduler_config import (
+from jaxscale.inference.engine.scheduling.scheduler_config import (
     SchedulerConfig,
     SchedulerSettings,
     is_power,

@@ -27,13 +27,13 @@ from jaxscale.inference.engine.sample_inputs import (
     stops_late,
     token_masks,
 )
-from jaxscale.inference.engine.scheduler import Scheduler
-from jaxscale.inference.engine.scheduler_output import (
+from jaxscale.inference.engine.scheduling.scheduler import Scheduler
+from jaxscale.inference.engine.scheduling.scheduler_output import (
     Drawn,
     SchedulerEvent,
     SchedulerOutput,
 )
-from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
+from jaxscale.inference.engine.scheduling.sequence import Sequence, SequenceStatus
 from jaxscale.inference.engine.timeline import Timeline
 from jaxscale.inference.grammar import GrammarCompiler, Matcher
 from jaxscale.inference.request import (
@@ -84,11 +84,11 @@ class Engine:
 
     Example:
         >>> from flax import nnx
-        >>> from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-        >>> from jaxscale.models.llama import llama_tiny
+        >>> from jaxscale.inference.engine.scheduling import scheduler_config
+        >>> from jaxscale.models.families.llama import llama_tiny
         >>> from jaxscale.models import Decoder
         >>> from jaxscale.inference import SamplingParams
-        >>> config = SchedulerConfig(
+        >>> config = scheduler_config.SchedulerConfig(
         ...     num_pages=8, vocab_size=256, max_len=64, page_size=16, num_slots=2,
         ...     prefill_tokens=16, split=16, prefill_requests=2, steps=1,
         ... )

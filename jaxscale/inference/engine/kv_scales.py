@@ -50,7 +50,7 @@ def measure_kv_scales(
 
     Example:
         >>> from flax import nnx
-        >>> from jaxscale.models.llama import llama_tiny
+        >>> from jaxscale.models.families.llama import llama_tiny
         >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
         >>> measure_kv_scales(model).shape
         (2, 2, 2)

@@ -16,8 +16,8 @@ from jaxscale.inference.engine.kv_scales import measure_kv_scales
 from jaxscale.inference.engine.memory import fit
 from jaxscale.inference.engine.program_cache import ProgramCache
 from jaxscale.inference.engine.runner import Runner
-from jaxscale.inference.engine.scheduler import Scheduler
-from jaxscale.inference.engine.scheduler_config import bucket_sizes
+from jaxscale.inference.engine.scheduling.scheduler import Scheduler
+from jaxscale.inference.engine.scheduling.scheduler_config import bucket_sizes
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.models.adapters import adapter_names
 from jaxscale.models.decoder import Decoder

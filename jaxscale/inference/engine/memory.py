@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jaxscale.inference.engine.config import EngineConfig
-from jaxscale.inference.engine.scheduler_config import (
+from jaxscale.inference.engine.scheduling.scheduler_config import (
     SchedulerConfig,
     bucket_sizes,
     decode_sizes,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxscale.inference.engine.sampling import NUM_TOP
-from jaxscale.inference.engine.scheduler_output import Chunk, Progress
-from jaxscale.inference.engine.sequence import Sequence
+from jaxscale.inference.engine.scheduling.scheduler_output import Chunk, Progress
+from jaxscale.inference.engine.scheduling.sequence import Sequence
 from jaxscale.inference.grammar import Matcher
 from jaxscale.inference.output import FinishReason, Output, TokenLogprobs
 from jaxscale.inference.request import EngineDead, Request

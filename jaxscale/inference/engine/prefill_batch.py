@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig, prefill_sizes
-from jaxscale.inference.engine.scheduler_output import (
+from jaxscale.inference.engine.scheduling.scheduler_config import (
+    SchedulerConfig,
+    prefill_sizes,
+)
+from jaxscale.inference.engine.scheduling.scheduler_output import (
     KEY_BLOCK,
     Chunk,
     whole_blocks,

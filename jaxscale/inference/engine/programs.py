@@ -20,8 +20,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int16, UInt32
 
 from jaxscale.inference.engine import sampling
-from jaxscale.inference.engine.batch_rows import NUM_STOPS, Column, OutFlag, RowFlag
 from jaxscale.inference.engine.prefill_batch import PrefillBatch
+from jaxscale.inference.engine.scheduling.batch_rows import (
+    NUM_STOPS,
+    Column,
+    OutFlag,
+    RowFlag,
+)
 from jaxscale.inference.engine.speculation import look_up, verify, write_history
 from jaxscale.models.adapters import use_adapters
 from jaxscale.models.decoder import Decoder

@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array
 
-from jaxscale.inference.engine.batch_rows import Column
 from jaxscale.inference.engine.config import check_drafts, check_max_len
 from jaxscale.inference.engine.kv_scales import FP8, check_scales
 from jaxscale.inference.engine.prefill_batch import (
@@ -31,13 +30,14 @@ from jaxscale.inference.engine.programs import (
     Pages,
 )
 from jaxscale.inference.engine.sample_inputs import SampleInputs, neutral_arrays
-from jaxscale.inference.engine.scheduler_config import (
+from jaxscale.inference.engine.scheduling.batch_rows import Column
+from jaxscale.inference.engine.scheduling.scheduler_config import (
     SchedulerConfig,
     bucket_sizes,
     decode_sizes,
     is_power,
 )
-from jaxscale.inference.engine.scheduler_output import Chunk, whole_blocks
+from jaxscale.inference.engine.scheduling.scheduler_output import Chunk, whole_blocks
 from jaxscale.inference.engine.timeline import Timeline
 from jaxscale.inference.request import MAX_BIASES
 from jaxscale.models.adapters import adapter_names, with_adapters
@@ -62,7 +62,7 @@ class Runner:
 
     Example:
         >>> from flax import nnx
-        >>> from jaxscale.models.llama import llama_tiny
+        >>> from jaxscale.models.families.llama import llama_tiny
         >>> model = Decoder(llama_tiny(), rngs=nnx.Rngs(0))
         >>> config = SchedulerConfig(
         ...     num_pages=8, vocab_size=256, max_len=64, page_size=16, num_slots=2,

@@ -9,9 +9,9 @@ from collections import abc
 
 import numpy as np
 
-from jaxscale.inference.engine.batch_rows import NUM_STOPS
 from jaxscale.inference.engine.output_processor import OutputProcessor
-from jaxscale.inference.engine.sequence import Sequence
+from jaxscale.inference.engine.scheduling.batch_rows import NUM_STOPS
+from jaxscale.inference.engine.scheduling.sequence import Sequence
 from jaxscale.inference.grammar import fill_masks
 from jaxscale.inference.request import MAX_BIASES
 from jaxscale.inference.token_rules import token_mask

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int16, UInt32
 
-from jaxscale.inference.engine.batch_rows import NUM_STOPS, Column
+from jaxscale.inference.engine.scheduling.batch_rows import NUM_STOPS, Column
 
 
 NUM_TOP = 20

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.inference.engine import sampling
-from jaxscale.inference.engine.batch_rows import Column
+from jaxscale.inference.engine.scheduling.batch_rows import Column
 
 
 def look_up(

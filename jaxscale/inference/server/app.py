@@ -15,12 +15,12 @@ from jaxscale import __version__
 from jaxscale.inference.request import Draining, EngineDead, InvalidRequest, Overloaded
 from jaxscale.inference.server.calls import IGNORED_HEADER
 from jaxscale.inference.server.config import ServerConfig
+from jaxscale.inference.server.endpoints.routes import add_calls, add_models
 from jaxscale.inference.server.errors import api_error, validation_error
 from jaxscale.inference.server.gate import Gate
 from jaxscale.inference.server.inflate import Inflate
 from jaxscale.inference.server.live import PAGE
 from jaxscale.inference.server.metrics import CONTENT_TYPE
-from jaxscale.inference.server.routes import add_calls, add_models
 from jaxscale.inference.server.service import Served, Service
 from jaxscale.inference.server.stream import EventStream
 from jaxscale.inference.server.trace import add_trace

@@ -11,8 +11,8 @@ from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.engine.async_engine import AsyncEngine
 from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.make import freeze_gc_heap
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import Counts, SchedulerEvent
+from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduling.scheduler_output import Counts, SchedulerEvent
 from jaxscale.inference.engine.timeline import Timeline
 from jaxscale.inference.output import Output
 from jaxscale.inference.reasoning import TAIL, ReasoningFormat

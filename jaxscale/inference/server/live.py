@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
-from jaxscale.inference.engine.scheduler_output import SchedulerEvent
-from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
+from jaxscale.inference.engine.scheduling.scheduler_output import SchedulerEvent
+from jaxscale.inference.engine.scheduling.sequence import Sequence, SequenceStatus
 from jaxscale.inference.request import Overloaded
 from jaxscale.inference.server.backend import Load
 from jaxscale.inference.server.metrics import Metrics

@@ -26,7 +26,7 @@ from jaxscale.inference.server.service import Served
 from jaxscale.inference.tools import ToolFormat
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_config import EncoderConfig
-from jaxscale.models.families import config_from_hf
+from jaxscale.models.families.registry import config_from_hf
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.sentence_transformers import sentence_settings

@@ -6,7 +6,7 @@ from typing import Any
 from jaxscale.inference.output import TokenLogprobs
 from jaxscale.inference.request import Request
 from jaxscale.inference.server.backend import TextModel
-from jaxscale.inference.server.conversation import Conversation
+from jaxscale.inference.server.endpoints.conversation import Conversation
 from jaxscale.inference.text import Detokenizer
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from jaxscale.inference.encoder.encode_plan import usual_capacities
 from jaxscale.inference.encoder.encoder import Encoder, Launched, Method
 from jaxscale.inference.encoder.texts import Text
-from jaxscale.inference.engine.fair_queue import FairQueue
-from jaxscale.inference.engine.scheduler_output import Counts
+from jaxscale.inference.engine.scheduling.fair_queue import FairQueue
+from jaxscale.inference.engine.scheduling.scheduler_output import Counts
 from jaxscale.inference.request import Overloaded
 from jaxscale.inference.server.backend import Load
 from jaxscale.inference.server.calls import Caller, check_length

@@ -4,5 +4,5 @@ Bottom up: `files` (safetensors on disk), `names` (which tensor holds which para
 `tensors` (parameters from and to files), `keys` (settings of ``config.json``), `family`
 (what a family of models says about all of these), `sentence_transformers` (how a
 directory embeds sentences). A file of `jaxscale.models` holds each family,
-`jaxscale.models.families` lists them, and `load` and `save` stand above.
+`jaxscale.models.families.registry` lists them, and `load` and `save` stand above.
 """

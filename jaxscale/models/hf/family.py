@@ -1,7 +1,7 @@
 """The Hugging Face files of a family of models: keys, names, heads.
 
 Each family is a `Family` beside its presets, in a file of `jaxscale.models`;
-`jaxscale.models.families` lists them.
+`jaxscale.models.families.registry` lists them.
 """
 
 import dataclasses

@@ -203,7 +203,7 @@ def activation_name(activation: str) -> str:
     """The name that transformers gives to an activation of ours.
 
     One without a name becomes the closest; it is read back as what it is not, which
-    `jaxscale.models.families.config_to_hf` reports.
+    `jaxscale.models.families.registry.config_to_hf` reports.
     """
     return _NAMES.get(activation, "gelu_new")
 

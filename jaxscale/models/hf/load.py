@@ -16,7 +16,7 @@ from jaxscale.checks import check_choice
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.encoder_config import EncoderConfig
-from jaxscale.models.families import FAMILIES, config_from_hf, head_from_hf
+from jaxscale.models.families.registry import FAMILIES, config_from_hf, head_from_hf
 from jaxscale.models.heads import HeadConfig
 from jaxscale.models.hf.family import Family
 from jaxscale.models.hf.files import Checkpoint

@@ -20,7 +20,7 @@ from flax import nnx
 from jaxscale.models.adapters import Adapter, Factors
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.decoder import Decoder
-from jaxscale.models.families import family_of
+from jaxscale.models.families.registry import family_of
 from jaxscale.models.hf.checksums import check_files
 from jaxscale.models.hf.files import read_json_object
 from jaxscale.models.hf.names import TensorMap

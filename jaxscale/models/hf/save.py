@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder import EncoderModel
-from jaxscale.models.families import config_to_hf, family_of
+from jaxscale.models.families.registry import config_to_hf, family_of
 from jaxscale.models.generation import GenerationConfig
 from jaxscale.models.hf.files import write_checkpoint
 from jaxscale.models.hf.names import TensorMap

@@ -141,7 +141,7 @@ def plan_layouts(shape: Shape, config: PlanConfig) -> Plan:
             the model does not divide.
 
     Example:
-        >>> from jaxscale.models.llama import llama3_8b
+        >>> from jaxscale.models.families.llama import llama3_8b
         >>> found = plan_layouts(llama3_8b(), PlanConfig(gpus=8, batch_size=64, pipe=1))
         >>> found.best.layout.gpus
         8

@@ -20,7 +20,10 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxscale.inference.engine.program_cache import ProgramCache
 from jaxscale.inference.engine.runner import Runner
-from jaxscale.inference.engine.scheduler_config import FEW_ROWS, SchedulerConfig
+from jaxscale.inference.engine.scheduling.scheduler_config import (
+    FEW_ROWS,
+    SchedulerConfig,
+)
 from jaxscale.models import Decoder, preset
 from jaxscale.models.quantization import quantized_head, replace_linear
 from jaxscale.models.serving import prepared_model, serving_rules

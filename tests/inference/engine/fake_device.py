@@ -8,8 +8,13 @@ another way changes everything that follows.
 
 import random
 
-from jaxscale.inference.engine.batch_rows import NUM_STOPS, Column, OutFlag, RowFlag
-from jaxscale.inference.engine.scheduler_output import Drawn
+from jaxscale.inference.engine.scheduling.batch_rows import (
+    NUM_STOPS,
+    Column,
+    OutFlag,
+    RowFlag,
+)
+from jaxscale.inference.engine.scheduling.scheduler_output import Drawn
 
 
 VOCAB = 50

@@ -15,7 +15,7 @@ from jaxscale.inference import Guide, InvalidRequest, Output, Request, SamplingP
 from jaxscale.inference.engine import async_engine
 from jaxscale.inference.engine.async_engine import AsyncEngine
 from jaxscale.inference.engine.engine import Engine
-from jaxscale.inference.engine.scheduler import Scheduler
+from jaxscale.inference.engine.scheduling.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.output import joined
 from jaxscale.inference.request import EngineDead

@@ -21,7 +21,7 @@ from jaxscale.inference import LLM, EngineDead, HostLost, Request, SamplingParam
 from jaxscale.inference.engine import hosts
 from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.runner import Runner
-from jaxscale.inference.engine.scheduler import Scheduler
+from jaxscale.inference.engine.scheduling.scheduler import Scheduler
 from jaxscale.models import save
 from tests.cli.test_serve import ready
 from tests.inference.engine import hosts_worker

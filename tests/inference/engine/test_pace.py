@@ -10,9 +10,9 @@ from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.pace import Pace
 from jaxscale.inference.engine.program_table import ProgramTable
 from jaxscale.inference.engine.runner import Runner
-from jaxscale.inference.engine.scheduler import Scheduler
+from jaxscale.inference.engine.scheduling.scheduler import Scheduler
 from tests.inference.engine.fake_device import FakeDevice
-from tests.inference.engine.test_scheduler import config
+from tests.inference.engine.scheduling.test_scheduler import config
 
 
 def test_estimates_follow_what_is_measured():

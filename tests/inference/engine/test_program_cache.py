@@ -10,9 +10,9 @@ from flax import nnx
 
 from jaxscale.inference.engine.program_cache import ProgramCache
 from jaxscale.inference.engine.runner import Runner
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
 from jaxscale.models import Decoder
-from jaxscale.models.llama import llama_tiny
+from jaxscale.models.families.llama import llama_tiny
 
 
 SIZES = SchedulerConfig(

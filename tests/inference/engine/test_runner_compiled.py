@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from jaxscale.inference.engine.memory import computation_size
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
 from jaxscale.models import preset
 from tests.compiled import compile_for_h200
 from tests.inference.engine.compiled_decode import DRAFTS, MIB, check, pool, program

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxscale.inference.engine import sampling
-from jaxscale.inference.engine.batch_rows import Column, float_bits
 from jaxscale.inference.engine.sampling import IN_PROMPT
+from jaxscale.inference.engine.scheduling.batch_rows import Column, float_bits
 
 
 VOCAB, ROWS = 70, 6

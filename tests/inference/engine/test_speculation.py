@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale.inference.engine.batch_rows import Column, float_bits
 from jaxscale.inference.engine.runner import Runner
+from jaxscale.inference.engine.scheduling.batch_rows import Column, float_bits
 from jaxscale.inference.engine.speculation import look_up, verify
 from jaxscale.sharding import make_mesh
 from tests.inference.conftest import LLAMA, SIZES, Greedy, Served

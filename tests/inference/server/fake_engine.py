@@ -9,9 +9,9 @@ import itertools
 import threading
 
 from jaxscale.inference.chat import ChatTemplate
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import Counts, SchedulerEvent
-from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
+from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduling.scheduler_output import Counts, SchedulerEvent
+from jaxscale.inference.engine.scheduling.sequence import Sequence, SequenceStatus
 from jaxscale.inference.engine.timeline import Timeline
 from jaxscale.inference.output import Output, TokenLogprobs
 from jaxscale.inference.request import Draining, EngineDead, InvalidRequest, Overloaded

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxscale.inference.server import ServedEncoder, ServerConfig, create_app
+from tests.inference.server.endpoints.test_encoders import TEXTS, served
 from tests.inference.server.fake_engine import TOKENIZER, FakeEngine, text_model
-from tests.inference.server.test_encoders import TEXTS, served
 from tests.inference.test_chat import CHATML, TOOL
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from jaxscale.inference.server import background
 from tests.inference.server.conftest import LiveServer
+from tests.inference.server.endpoints.test_encoders import TEXTS, served
 from tests.inference.server.fake_engine import TOKENIZER, FakeEngine, text_model
-from tests.inference.server.test_encoders import TEXTS, served
 from tests.inference.test_chat import CHATML, TOOL
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.engine.engine import Engine
-from jaxscale.inference.engine.scheduler import Scheduler
+from jaxscale.inference.engine.scheduling.scheduler import Scheduler
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.inference.server import EngineBackend, TextModel
 from tests.inference.server.conftest import events
+from tests.inference.server.endpoints.test_completions import joined
 from tests.inference.server.fake_engine import TOKENIZER
 from tests.inference.server.test_app import PATH, Client, settle
-from tests.inference.server.test_completions import joined
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import asyncio
 
+from tests.inference.server.endpoints.test_encoders import served
 from tests.inference.server.fuzz import drawn, fuzz
-from tests.inference.server.test_encoders import served
 
 
 def test_calls_that_nobody_would_write():

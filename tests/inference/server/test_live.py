@@ -8,8 +8,8 @@ import subprocess
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxscale.inference.engine.scheduler_output import Counts, SchedulerEvent
-from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
+from jaxscale.inference.engine.scheduling.scheduler_output import Counts, SchedulerEvent
+from jaxscale.inference.engine.scheduling.sequence import Sequence, SequenceStatus
 from jaxscale.inference.request import Overloaded, Request
 from jaxscale.inference.server import Load
 from jaxscale.inference.server.live import Recorder, _percentiles

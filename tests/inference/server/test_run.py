@@ -14,9 +14,9 @@ import pytest
 
 from jaxscale.inference.server import ServerConfig, background, serve
 from tests.inference.server.conftest import LiveServer
+from tests.inference.server.endpoints.test_chat_completions import CALL, FORCED, USER
 from tests.inference.server.fake_engine import TOKENIZER, FakeEngine, text_model
 from tests.inference.server.test_app import release
-from tests.inference.server.test_chat_completions import CALL, FORCED, USER
 from tests.inference.test_chat import TOOL
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.models.llama import llama3_8b
+from jaxscale.models.families.llama import llama3_8b
 from jaxscale.observability import bar as bar_module
 from jaxscale.supervision import EventLog, read_events
 from jaxscale.training.hardware import mfu, peak_flops

@@ -20,7 +20,7 @@ from jaxscale.cli.options import parse
 from jaxscale.cli.runs import find_run
 from jaxscale.cli.train import TrainCommand
 from jaxscale.models import preset
-from jaxscale.models.llama import llama3_8b, llama3_70b, llama_1b
+from jaxscale.models.families.llama import llama3_8b, llama3_70b, llama_1b
 from jaxscale.sharding import MESH_AXES, pipeline_schedule
 from jaxscale.training import Layout, PlanConfig, plan_layouts
 from jaxscale.training.hardware import H200, HARDWARE

@@ -11,7 +11,7 @@ from jaxscale.cli import main
 from jaxscale.cli.options import parse
 from jaxscale.cli.runs import find_run
 from jaxscale.cli.train import TrainCommand
-from jaxscale.models.llama import llama_tiny
+from jaxscale.models.families.llama import llama_tiny
 from jaxscale.training import DataConfig, Layout, PlanConfig, plan_layouts
 from jaxscale.training.planning import compiled as compiled_module
 from jaxscale.training.planning.compiled import CompiledStep, compile_step

@@ -9,12 +9,16 @@ import bisect
 from collections import abc
 from collections.abc import Iterator
 
-from jaxscale.inference.engine.batch_rows import BatchRows, OutFlag, RowUpdates
-from jaxscale.inference.engine.block_pool import BlockPool
-from jaxscale.inference.engine.page_tables import PageTables
-from jaxscale.inference.engine.request_table import RequestTable
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import (
+from jaxscale.inference.engine.scheduling.batch_rows import (
+    BatchRows,
+    OutFlag,
+    RowUpdates,
+)
+from jaxscale.inference.engine.scheduling.block_pool import BlockPool
+from jaxscale.inference.engine.scheduling.page_tables import PageTables
+from jaxscale.inference.engine.scheduling.request_table import RequestTable
+from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduling.scheduler_output import (
     Chunk,
     Counts,
     Decode,
@@ -25,12 +29,12 @@ from jaxscale.inference.engine.scheduler_output import (
     SchedulerOutput,
     whole_blocks,
 )
-from jaxscale.inference.engine.scheduling_policy import (
+from jaxscale.inference.engine.scheduling.scheduling_policy import (
     choose_chunks,
     choose_yielding,
 )
-from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
-from jaxscale.inference.engine.waiting_queue import BY_ORDER, WaitingQueue
+from jaxscale.inference.engine.scheduling.sequence import Sequence, SequenceStatus
+from jaxscale.inference.engine.scheduling.waiting_queue import BY_ORDER, WaitingQueue
 from jaxscale.inference.output import FinishReason
 from jaxscale.inference.request import Draining, InvalidRequest, Overloaded, Request
 

@@ -6,13 +6,13 @@ References:
 
 from typing import Any
 
-from jaxscale.models.bert import (
+from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.families.bert import (
     bert_head,
     bert_tables,
     label_tensors,
     masked_lm_tensors,
 )
-from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, HeadKind
 from jaxscale.models.hf.family import ENCODER_BUFFERS, Family, Heads
 from jaxscale.models.hf.keys import (

@@ -10,14 +10,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from jaxscale.inference.output import Output
-from jaxscale.inference.server.answers import AnswerParser, Block, BlockEvent, Blocks
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller, noted, prepared
-from jaxscale.inference.server.conversation import Conversation, prepare
+from jaxscale.inference.server.endpoints.answers import (
+    AnswerParser,
+    Block,
+    BlockEvent,
+    Blocks,
+)
+from jaxscale.inference.server.endpoints.conversation import Conversation, prepare
+from jaxscale.inference.server.endpoints.response_store import ResponseStore
 from jaxscale.inference.server.errors import ApiError
 from jaxscale.inference.server.generation import Usage, collect, merged
 from jaxscale.inference.server.logprobs import chat_logprobs
-from jaxscale.inference.server.response_store import ResponseStore
 from jaxscale.inference.server.schema.responses import Responses, messages_of
 from jaxscale.inference.server.stream import attended, event_stream
 

@@ -8,6 +8,8 @@ import dataclasses
 from typing import Any
 
 from jaxscale.models.config import DecoderConfig
+from jaxscale.models.families.llama import llama_keys, llama_tensors, write_llama_keys
+from jaxscale.models.families.qwen import qk_norm_tensors
 from jaxscale.models.hf.family import Family
 from jaxscale.models.hf.keys import (
     FULL,
@@ -23,8 +25,6 @@ from jaxscale.models.hf.keys import (
     write_rope,
 )
 from jaxscale.models.hf.names import TensorMap, scale
-from jaxscale.models.llama import llama_keys, llama_tensors, write_llama_keys
-from jaxscale.models.qwen import qk_norm_tensors
 from jaxscale.nn.blocks import GATED
 from jaxscale.nn.embeddings import RopeScaling
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.inference.engine.block_pool import ROOT, BlockPool, page_hash
+from jaxscale.inference.engine.scheduling.block_pool import ROOT, BlockPool, page_hash
 
 
 def names(*tokens, salt=""):

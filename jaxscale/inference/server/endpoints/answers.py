@@ -6,7 +6,7 @@ from typing import Literal
 
 from jaxscale.inference.output import Output
 from jaxscale.inference.reasoning import ReasoningParser
-from jaxscale.inference.server.conversation import Conversation
+from jaxscale.inference.server.endpoints.conversation import Conversation
 from jaxscale.inference.tool_parser import CallDelta, ToolCall, ToolParser, gathered
 
 

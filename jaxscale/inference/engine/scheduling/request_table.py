@@ -5,9 +5,9 @@ import heapq
 import random
 from collections.abc import Iterator
 
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.scheduler_output import Counts
-from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
+from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduling.scheduler_output import Counts
+from jaxscale.inference.engine.scheduling.sequence import Sequence, SequenceStatus
 from jaxscale.inference.output import FinishReason
 from jaxscale.inference.request import Request
 

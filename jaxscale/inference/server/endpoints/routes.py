@@ -11,7 +11,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
-from jaxscale.inference.server import (
+from jaxscale.inference.server.backend import TextModel
+from jaxscale.inference.server.calls import Caller
+from jaxscale.inference.server.endpoints import (
     chat_completions,
     completions,
     embeddings,
@@ -20,10 +22,8 @@ from jaxscale.inference.server import (
     scores,
     tokens,
 )
-from jaxscale.inference.server.backend import TextModel
-from jaxscale.inference.server.bodies import received
-from jaxscale.inference.server.calls import Caller
-from jaxscale.inference.server.response_store import ResponseStore
+from jaxscale.inference.server.endpoints.bodies import received
+from jaxscale.inference.server.endpoints.response_store import ResponseStore
 from jaxscale.inference.server.schema.body import Body
 from jaxscale.inference.server.schema.chat import Chat, Detokenize, Tokenize
 from jaxscale.inference.server.schema.completions import Completion

@@ -7,8 +7,8 @@ References:
 import dataclasses
 from typing import Any
 
-from jaxscale.models.bert import bert_head, bert_head_tensors
 from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.families.bert import bert_head, bert_head_tensors
 from jaxscale.models.heads import HeadConfig, HeadKind
 from jaxscale.models.hf.family import ENCODER_BUFFERS, Family, Heads
 from jaxscale.models.hf.keys import (

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.inference.engine.batch_rows import OutFlag
-from jaxscale.inference.engine.fair_queue import FairQueue
-from jaxscale.inference.engine.scheduler import Scheduler
-from jaxscale.inference.engine.scheduler_config import (
+from jaxscale.inference.engine.scheduling.batch_rows import OutFlag
+from jaxscale.inference.engine.scheduling.fair_queue import FairQueue
+from jaxscale.inference.engine.scheduling.scheduler import Scheduler
+from jaxscale.inference.engine.scheduling.scheduler_config import (
     SchedulerConfig,
     bucket_of,
     bucket_sizes,
 )
-from jaxscale.inference.engine.scheduler_output import Drawn
-from jaxscale.inference.engine.sequence import SequenceStatus
+from jaxscale.inference.engine.scheduling.scheduler_output import Drawn
+from jaxscale.inference.engine.scheduling.sequence import SequenceStatus
 from jaxscale.inference.request import (
     Draining,
     InvalidRequest,

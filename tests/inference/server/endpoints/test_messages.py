@@ -6,8 +6,8 @@ import json
 import pytest
 
 from tests.inference.server.conftest import Harness
+from tests.inference.server.endpoints.test_chat_completions import CALL
 from tests.inference.server.fake_engine import TOKENIZER, FakeEngine, text_model
-from tests.inference.server.test_chat_completions import CALL
 from tests.inference.test_chat import CHATML, TOOL
 
 

@@ -8,10 +8,10 @@ References:
 from typing import Any
 
 from jaxscale.models.config import DecoderConfig
+from jaxscale.models.families.llama import llama_keys, llama_tensors, write_llama_keys
 from jaxscale.models.hf.family import Family
 from jaxscale.models.hf.keys import Keys, full_layers, layer_types
 from jaxscale.models.hf.names import TensorMap, scale
-from jaxscale.models.llama import llama_keys, llama_tensors, write_llama_keys
 
 
 def _qwen(

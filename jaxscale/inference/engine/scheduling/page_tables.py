@@ -8,9 +8,13 @@ import math
 from collections import abc
 from collections.abc import Iterable, Iterator
 
-from jaxscale.inference.engine.block_pool import BlockPool, page_hash, root_of
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.sequence import Sequence
+from jaxscale.inference.engine.scheduling.block_pool import (
+    BlockPool,
+    page_hash,
+    root_of,
+)
+from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduling.sequence import Sequence
 
 
 class PageTables:

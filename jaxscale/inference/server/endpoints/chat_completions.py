@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from jaxscale.inference.output import Output
-from jaxscale.inference.server.answers import AnswerParser, Reasoning, answer
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller, noted, prepared, rendered
-from jaxscale.inference.server.conversation import Conversation, prepare
+from jaxscale.inference.server.endpoints.answers import AnswerParser, Reasoning, answer
+from jaxscale.inference.server.endpoints.conversation import Conversation, prepare
 from jaxscale.inference.server.generation import Usage, collect, merged
 from jaxscale.inference.server.logprobs import chat_logprobs
 from jaxscale.inference.server.schema.chat import Chat

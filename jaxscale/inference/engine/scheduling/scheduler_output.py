@@ -8,7 +8,7 @@ from collections import abc
 from collections.abc import Callable, Collection
 from typing import Literal
 
-from jaxscale.inference.engine.sequence import Sequence
+from jaxscale.inference.engine.scheduling.sequence import Sequence
 from jaxscale.inference.output import FinishReason
 
 

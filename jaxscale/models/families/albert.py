@@ -7,7 +7,8 @@ References:
 import dataclasses
 from typing import Any
 
-from jaxscale.models.bert import (
+from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.families.bert import (
     bert_attention,
     bert_head,
     bert_keys,
@@ -16,7 +17,6 @@ from jaxscale.models.bert import (
     masked_lm_tensors,
     write_bert_keys,
 )
-from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, HeadKind
 from jaxscale.models.hf.family import ENCODER_BUFFERS, Family, Heads
 from jaxscale.models.hf.keys import Keys

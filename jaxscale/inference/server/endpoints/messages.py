@@ -11,10 +11,15 @@ from starlette.types import Receive
 
 from jaxscale.inference.output import Output
 from jaxscale.inference.request import InvalidRequest
-from jaxscale.inference.server.answers import AnswerParser, Block, BlockEvent, Blocks
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller, noted, prepared
-from jaxscale.inference.server.conversation import Conversation, prepare
+from jaxscale.inference.server.endpoints.answers import (
+    AnswerParser,
+    Block,
+    BlockEvent,
+    Blocks,
+)
+from jaxscale.inference.server.endpoints.conversation import Conversation, prepare
 from jaxscale.inference.server.generation import Usage, collect, merged
 from jaxscale.inference.server.schema.messages import Messages
 from jaxscale.inference.server.stream import attended, event_stream

@@ -6,7 +6,7 @@ from starlette.types import Receive
 from jaxscale.inference.request import InvalidRequest
 from jaxscale.inference.server.backend import TextModel
 from jaxscale.inference.server.calls import Caller, check_length, prepared
-from jaxscale.inference.server.conversation import dumped, template
+from jaxscale.inference.server.endpoints.conversation import dumped, template
 from jaxscale.inference.server.schema.chat import Detokenize, Tokenize
 from jaxscale.inference.server.stream import attended
 

@@ -8,9 +8,9 @@ import dataclasses
 from typing import Any
 
 from jaxscale.models.config import DecoderConfig
+from jaxscale.models.families.llama import llama_keys, llama_tensors, write_llama_keys
 from jaxscale.models.hf.family import Family
 from jaxscale.models.hf.keys import Keys
-from jaxscale.models.llama import llama_keys, llama_tensors, write_llama_keys
 
 
 def mistral_tiny() -> DecoderConfig:

@@ -3,10 +3,10 @@
 import heapq
 from collections import abc
 
-from jaxscale.inference.engine.page_tables import PageTables
-from jaxscale.inference.engine.scheduler_config import SchedulerConfig
-from jaxscale.inference.engine.sequence import Sequence
-from jaxscale.inference.engine.waiting_queue import BY_ORDER
+from jaxscale.inference.engine.scheduling.page_tables import PageTables
+from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
+from jaxscale.inference.engine.scheduling.sequence import Sequence
+from jaxscale.inference.engine.scheduling.waiting_queue import BY_ORDER
 
 
 def choose_chunks(

@@ -6,11 +6,11 @@ import threading
 import pytest
 from pydantic_core import to_json
 
-from jaxscale.inference.server import bodies
+from jaxscale.inference.server.endpoints import bodies
 from jaxscale.inference.server.schema.encoders import Embedding
+from tests.inference.server.endpoints.test_encoders import served
 from tests.inference.server.fake_engine import TOKENIZER
 from tests.inference.server.test_app import PATH
-from tests.inference.server.test_encoders import served
 
 
 MANY = 2**15

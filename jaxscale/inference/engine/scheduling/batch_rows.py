@@ -12,8 +12,8 @@ import struct
 from collections import abc
 from collections.abc import Callable, Iterable
 
-from jaxscale.inference.engine.scheduler_config import bucket_of
-from jaxscale.inference.engine.sequence import Sequence, SequenceStatus
+from jaxscale.inference.engine.scheduling.scheduler_config import bucket_of
+from jaxscale.inference.engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 NUM_STOPS = 8

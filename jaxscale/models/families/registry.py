@@ -4,22 +4,22 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.models.albert import ALBERT
-from jaxscale.models.bert import BERT, CAMEMBERT, ROBERTA, XLM_ROBERTA
 from jaxscale.models.config import DecoderConfig
-from jaxscale.models.deberta import DEBERTA, DEBERTA_V2
-from jaxscale.models.distilbert import DISTILBERT
 from jaxscale.models.encoder_config import EncoderConfig
-from jaxscale.models.gemma import GEMMA, GEMMA2, GEMMA3
-from jaxscale.models.gpt import GPT2, GPTJ
-from jaxscale.models.gpt_neox import GPT_NEOX
+from jaxscale.models.families.albert import ALBERT
+from jaxscale.models.families.bert import BERT, CAMEMBERT, ROBERTA, XLM_ROBERTA
+from jaxscale.models.families.deberta import DEBERTA, DEBERTA_V2
+from jaxscale.models.families.distilbert import DISTILBERT
+from jaxscale.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from jaxscale.models.families.gpt import GPT2, GPTJ
+from jaxscale.models.families.gpt_neox import GPT_NEOX
+from jaxscale.models.families.llama import LLAMA
+from jaxscale.models.families.mistral import MISTRAL
+from jaxscale.models.families.modernbert import MODERNBERT
+from jaxscale.models.families.qwen import QWEN2, QWEN3
 from jaxscale.models.heads import HeadConfig, HeadKind, Problem
 from jaxscale.models.hf.family import Family, Heads, read_labels, write_labels
 from jaxscale.models.hf.keys import Keys, check_finite, require
-from jaxscale.models.llama import LLAMA
-from jaxscale.models.mistral import MISTRAL
-from jaxscale.models.modernbert import MODERNBERT
-from jaxscale.models.qwen import QWEN2, QWEN3
 from jaxscale.nn import RopeScaling
 
 
@@ -46,7 +46,7 @@ def family_of(config: DecoderConfig | EncoderConfig) -> Family:
             lacks.
 
     Example:
-        >>> from jaxscale.models.llama import llama3_8b
+        >>> from jaxscale.models.families.llama import llama3_8b
         >>> family_of(llama3_8b()).model_type
         'llama'
     """
@@ -88,7 +88,7 @@ def encoder_head(
         ValueError: the family has no such head, or the number of labels does not fit.
 
     Example:
-        >>> from jaxscale.models.bert import bert_base
+        >>> from jaxscale.models.families.bert import bert_base
         >>> encoder_head(bert_base(), "sequence", num_labels=3).transform
         'tanh'
     """
@@ -151,7 +151,7 @@ def config_to_hf(
         ValueError: transformers has no model or head like this.
 
     Example:
-        >>> from jaxscale.models.gpt import gpt2_small
+        >>> from jaxscale.models.families.gpt import gpt2_small
         >>> values = config_to_hf(gpt2_small())
         >>> values["architectures"], values["n_embd"]
         (['GPT2LMHeadModel'], 768)

@@ -1,0 +1,1 @@
+"""The policy of continuous batching: queue, pages, rows; no arrays."""

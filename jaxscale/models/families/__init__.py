@@ -1,0 +1,1 @@
+"""The families of models: their configurations, and their names in files."""
