@@ -193,7 +193,8 @@ def _answer(module: str, name: str, arguments: list[Any], count: int) -> dict[st
     if MULTICAST_MARK in text:
         raise MulticastRefused(f"a kernel holds {MULTICAST_MARK!r}")
     version = importlib.metadata.version("jax-cuda13-pjrt")
-    key = repr((version, os.environ["XLA_FLAGS"], count, text, H200_TARGET))
+    options = lowered._lowering._compiler_options_kvs  # of `jax.jit`
+    key = repr((version, os.environ["XLA_FLAGS"], *options, count, text, H200_TARGET))
     path = CACHE / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     if path.exists():
         return json.loads(path.read_text())

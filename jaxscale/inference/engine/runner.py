@@ -52,6 +52,10 @@ NUM_CHANGES = 512
 NUM_COUNTED = 512
 """Tokens that one call of `DecodePrograms.count` counts."""
 
+_COMPILER_OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}
+# XLA launches a kernel that reads a slice of an array in place outside of any CUDA
+# graph: five launches and two graphs a layer instead of one graph for all layers.
+
 
 class Runner:
     """The state of the engine on the device, and the programs that update it.
@@ -492,7 +496,12 @@ class Runner:
         pages = jax.tree.map(lambda shape: shape.sharding, self._state()[0])
         where = {"p": pages, "s": self._sharding()}
         shardings = [where[kind] for kind in outs]
-        return jax.jit(fn, donate_argnums=donated, out_shardings=tuple(shardings))
+        return jax.jit(
+            fn,
+            donate_argnums=donated,
+            out_shardings=tuple(shardings),
+            compiler_options=_COMPILER_OPTIONS,
+        )
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         return (
