@@ -29,9 +29,11 @@ from jaxscale.inference.engine.programs import (
     DecodePrograms,
     Pages,
 )
+from jaxscale.inference.engine.reserve import reserve_small
 from jaxscale.inference.engine.sample_inputs import SampleInputs, neutral_arrays
 from jaxscale.inference.engine.scheduling.batch_rows import Column
 from jaxscale.inference.engine.scheduling.scheduler_config import (
+    FEW_ROWS,
     SchedulerConfig,
     bucket_sizes,
     decode_sizes,
@@ -52,9 +54,13 @@ NUM_CHANGES = 512
 NUM_COUNTED = 512
 """Tokens that one call of `DecodePrograms.count` counts."""
 
-_COMPILER_OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}
+_ONE_GRAPH = {"xla_gpu_enable_dynamic_slice_fusion": False}
 # XLA launches a kernel that reads a slice of an array in place outside of any CUDA
 # graph: five launches and two graphs a layer instead of one graph for all layers.
+
+_MANY_ROWS = {"xla_gpu_enable_triton_gemm": False}
+# XLA times products with their weights in the L2 cache, where Triton's win. From HBM
+# cuBLAS's are faster for more than `FEW_ROWS` rows: 5% of a step of 64, 7% of 128.
 
 
 class Runner:
@@ -207,21 +213,23 @@ class Runner:
         state = jax.tree.map(_shape_of, params), pages, slots, history
         for bucket, steps, drafts in decode_sizes(config, self.buckets):
             sizes = {"bucket": bucket, "steps": steps, "drafts": drafts}
-            sums = self._sums(bucket * (1 + drafts))
+            rows = bucket * (1 + drafts)
+            sums = self._sums(rows)
             fn = functools.partial(programs.decode, **sizes, sums=sums)
             key = _decode_key(**sizes, kind=kind)
-            yield key, jit(fn, (1, 2, 3), "psss"), state
+            yield key, jit(fn, (1, 2, 3), "psss", rows), state
         for bucket in filter(is_power, self.buckets):
             sums = self._sums(bucket)
             fn = functools.partial(programs.forward, bucket=bucket, sums=sums)
-            yield ("forward" + kind, bucket), jit(fn, (1, 3), "pss"), state
+            yield ("forward" + kind, bucket), jit(fn, (1, 3), "pss", bucket), state
         for tokens, bucket in () if kind else self._mixed:
             keys = self._prefills[0][1]
             sizes = {"num_tokens": tokens, "num_keys": keys, "bucket": bucket}
             fn = functools.partial(programs.mixed, **sizes)
             packed = self._shape((sum(self._prefill_sizes(tokens, keys, "")),), "i4")
             shapes = *state[:3], packed
-            yield ("mixed", tokens, keys, bucket), jit(fn, (1, 2), "psss"), shapes
+            made = jit(fn, (1, 2), "psss", tokens + bucket)
+            yield ("mixed", tokens, keys, bucket), made, shapes
         plain = [(*sizes, False) for sizes in self._prefills]
         for tokens, keys, scored in (*plain, (*self._prefills[-1], True)):
             sizes = {"num_tokens": tokens, "num_keys": keys, "scored": scored}
@@ -229,7 +237,7 @@ class Runner:
             total = sum(self._prefill_sizes(tokens, keys, kind))
             yield (
                 ("prefill" + kind, tokens, keys, scored),
-                jit(fn, (1, 2), "psss" if scored else "pss"),
+                jit(fn, (1, 2), "psss" if scored else "pss", tokens),
                 (*state[:3], self._shape((total,), jnp.int32)),
             )
 
@@ -266,6 +274,7 @@ class Runner:
             progress=progress,
         )
         self.reset()
+        self._separators = reserve_small(self.devices)
 
     def reset(self) -> None:
         """An empty state."""
@@ -491,8 +500,16 @@ class Runner:
     ) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding(axes))
 
-    def _jit(self, fn: Callable[..., Any], donated: tuple[int, ...], outs: str) -> Any:
-        """Compile `fn`; `outs` names the results, p for pages and s for small ones."""
+    def _jit(
+        self,
+        fn: Callable[..., Any],
+        donated: tuple[int, ...],
+        outs: str,
+        rows: int = 0,
+    ) -> Any:
+        """Compile `fn`, a program of so many rows of the model; `outs` names the
+        results, p for pages and s for small ones.
+        """
         pages = jax.tree.map(lambda shape: shape.sharding, self._state()[0])
         where = {"p": pages, "s": self._sharding()}
         shardings = [where[kind] for kind in outs]
@@ -500,7 +517,7 @@ class Runner:
             fn,
             donate_argnums=donated,
             out_shardings=tuple(shardings),
-            compiler_options=_COMPILER_OPTIONS,
+            compiler_options=_ONE_GRAPH | (_MANY_ROWS if rows > FEW_ROWS else {}),
         )
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:

@@ -57,6 +57,14 @@ def test_pages_in_fp8_stay_where_they_are(key):
         assert not found.kernels[0].spilled
 
 
+@pytest.mark.parametrize(("bucket", "triton"), [(32, True), (64, False)])
+def test_products_of_many_rows_are_cublas(bucket, triton):
+    arguments = "llama3_8b", 512, ["decode", bucket, 1], False, 128
+    found = compile_for_h200(program, *arguments, products="triton")
+    assert ("gemm_fusion" in found.hlo) is triton
+    assert ("__cublas" in found.hlo) is not triton
+
+
 @pytest.mark.parametrize("count", [1, *exhaustive(4)])
 def test_mixed_batches_copy_neither_weights_nor_pages(count):
     key = ["mixed", 128, 2304, 64]
