@@ -267,25 +267,23 @@ def _measured(
     """One case of all implementations."""
     texts, due = texts_of(params), arrivals_of(params)
     want = define(texts[:CHECKED])
-    runs: dict[str, list[Run]] = {}
-    results: Results = {}
+    results: Results = {k: x for k, x in made.items() if isinstance(x, NoMeasurement)}
+    able = {k: x for k, x in made.items() if not isinstance(x, NoMeasurement)}
+    runs: dict[str, list[Run]] = {name: [] for name in able}
     for turn in range(1 + samples):
-        for name, passes in made.items():
-            if isinstance(passes, NoMeasurement) or name in results:
-                results[name] = results.get(name, passes)
-                continue
+        for name in [x for x in able if x not in results]:
+            passes = able[name]
             gc.collect()
             run = attempt(lambda p=passes: served(p, texts, due, params["budget"]))
             if isinstance(run, NoMeasurement):
                 results[name] = run
                 continue
-            runs.setdefault(name, []).append(run)
+            runs[name].append(run)
             if not turn:
                 settle(passes)
-    for name in made:
-        if name not in results:
-            error = max(max_rel_error(run.vectors, want) for run in runs[name])
-            results[name] = summary(params, runs[name][1:], error)
+    for name in [x for x in able if x not in results]:
+        error = max(max_rel_error(run.vectors, want) for run in runs[name])
+        results[name] = summary(params, runs[name][1:], error)
     return {name: results[name] for name in made}
 
 
