@@ -115,12 +115,17 @@ def _parameters(config: models.EncoderConfig) -> tuple[tuple[jax.Array, ...], An
     return tuple(leaves), tree
 
 
+def leaves_of(params: Params) -> tuple[jax.Array, ...]:
+    """The parameters of the model of a case."""
+    return _parameters(config_of(params))[0]
+
+
 def inputs(params: Params, key: jax.Array) -> tuple:
     """Parameters, random tokens and lengths."""
     config = config_of(params)
     shape = params["batch"], params["max_len"]
     tokens = jax.random.randint(key, shape, 5, config.vocab_size, jnp.int32)
-    return _parameters(config)[0], tokens, jnp.asarray(lengths_of(params))
+    return leaves_of(params), tokens, jnp.asarray(lengths_of(params))
 
 
 def model_of(params: Params, leaves: Sequence[jax.Array]) -> models.EncoderModel:

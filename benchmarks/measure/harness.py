@@ -414,7 +414,7 @@ def run_case(
         custom = benchmark.implementations[name]
         if isinstance(custom, Custom):
             with contextlib.nullcontext() if custom.takes_turns else timing.turn():
-                results[name] = _attempt(
+                results[name] = attempt(
                     lambda c=custom: c.measure(case.params, SEED, samples)
                 )
             _tell(f"{case.name} {name}", results[name])
@@ -474,7 +474,7 @@ def _candidates(
         if isinstance(implementation, Torch) and not timing.torch_is_there():
             results[name] = NoMeasurement("torch with a GPU is not there")
             continue
-        made = _attempt(
+        made = attempt(
             lambda i=implementation: _prepare(benchmark, i, case.params, sets, expected)
         )
         if isinstance(made, NoMeasurement):
@@ -484,7 +484,7 @@ def _candidates(
     return results, candidates, num_devices
 
 
-def _attempt[T](make: Callable[[], T]) -> T | NoMeasurement:
+def attempt[T](make: Callable[[], T]) -> T | NoMeasurement:
     """What it makes, or why it does not."""
     try:
         return make()

@@ -36,6 +36,7 @@ FRESH, MISSING, TRIED, AGAIN = "fresh", "missing", "tried", "again"
 """States of a row; every other says why it is stale."""
 
 SECONDS = {
+    "encoder_service": 25.0,
     "training": 90.0,
     "training_loop": 60.0,
     "fine_tuning": 30.0,

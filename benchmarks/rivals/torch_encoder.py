@@ -51,6 +51,20 @@ def forward(name: str, model: models.EncoderModel) -> Callable[..., Any]:
     return call
 
 
+def mean_of(name: str, model: models.EncoderModel) -> Callable[[Any], Any]:
+    """A function of tokens and mask [2, B, L]: the means of the activations, fp32.
+
+    Arguments and errors are as for `forward`; it is neither compiled nor captured.
+    """
+    hidden = _hidden_states(name, model)
+
+    def mean(inputs: Any) -> Any:
+        tokens, mask = inputs  # [B, L]
+        return hidden(tokens, mask).float().sum(1) / mask.sum(1, keepdim=True)
+
+    return mean
+
+
 def vectors(name: str, model: models.EncoderModel, length: int) -> Callable[..., Any]:
     """A function of tokenized texts: the means of their activations, on the host.
 
@@ -67,13 +81,8 @@ def vectors(name: str, model: models.EncoderModel, length: int) -> Callable[...,
     """
     import torch
 
-    hidden = _hidden_states(name, model)
-
-    def mean(inputs: Any) -> Any:
-        tokens, mask = inputs  # [B, length]
-        return hidden(tokens, mask).float().sum(1) / mask.sum(1, keepdim=True)
-
-    run, gpu = _in_its_mode(name, mean), torch.cuda.is_available()
+    run = _in_its_mode(name, mean_of(name, model))
+    gpu = torch.cuda.is_available()
     buffers: list[Any] = []
 
     def call(texts: Sequence[Sequence[int]]) -> Any:
@@ -142,14 +151,14 @@ def _in_its_mode(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
     _, mode = MODES[name]
     if mode == "capture":
-        return _captured(run)
+        return captured(run)
     if mode is None:
         return run
     torch.compiler.reset()
     return torch.compile(run, mode=mode, dynamic=False)
 
 
-def _captured(run: Callable[..., Any]) -> Callable[..., Any]:
+def captured(run: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose first call captures a CUDA graph, always of these inputs.
 
     Their values may change from call to call.

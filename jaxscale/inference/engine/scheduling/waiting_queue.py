@@ -5,9 +5,9 @@ import math
 import operator
 from collections.abc import Iterable
 
-from jaxscale.inference.engine.scheduling.fair_queue import FairQueue
 from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduling.sequence import Sequence
+from jaxscale.inference.fair_queue import FairQueue
 from jaxscale.inference.request import Overloaded, Request
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.inference.engine.scheduling.batch_rows import OutFlag
-from jaxscale.inference.engine.scheduling.fair_queue import FairQueue
+from jaxscale.inference.fair_queue import FairQueue
 from jaxscale.inference.engine.scheduling.scheduler import Scheduler
 from jaxscale.inference.engine.scheduling.scheduler_config import (
     SchedulerConfig,

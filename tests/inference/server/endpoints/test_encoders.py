@@ -216,7 +216,7 @@ def test_scores_by_a_head(harness):
     scores = [entry["score"] for entry in answer["data"]]
     np.testing.assert_allclose(scores, expected, atol=1e-5)
     assert answer["usage"]["prompt_tokens"] == tokens(pairs)
-    assert not model._thread.is_alive()
+    assert not model._batching.thread.is_alive()
 
 
 @pytest.mark.parametrize(
