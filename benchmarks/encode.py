@@ -3,7 +3,7 @@
 ``python -m benchmarks.encode --model bert_base --batch 16`` selects. The public call is
 timed as a user makes it, one after another: planning, packing into the sizes of rows
 that `Encoder` has, the copy to the device, the model, pooling and the copy back.
-Tokenizing, which is the same for all, is left out: the tokenizer has its answers ready.
+Tokenizing, which is the same for all, is left out: the ids are there, as arrays.
 Tokens, lengths and parameters are those of `benchmarks.encoder`; the error is that of
 the vectors. ``computed_tokens`` is what `Encoder` computes, padding and all.
 
@@ -103,12 +103,13 @@ def transformers(name: str) -> Torch:
     def make(params: Params) -> Callable:
         model = encoder.random_model(encoder.config_of(params))
         call = torch_encoder.vectors(name, model, params["max_len"])
-        texts: list[list[int]] = []
+        texts: list[np.ndarray] = []
 
         def run(leaves: Any, tokens: Any, lengths: Any) -> Any:
             del leaves  # it has its own copy
             if not texts:
-                texts.extend(ids_of(tokens.cpu(), lengths.cpu()))
+                rows = ids_of(tokens.cpu(), lengths.cpu())
+                texts.extend(np.array(row, np.int64) for row in rows)
             return call(texts)
 
         return run

@@ -1,10 +1,11 @@
 """The PyTorch baselines of `benchmarks.encoder`: transformers on a padded batch."""
 
-import array
 import importlib
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from benchmarks.rivals.attention_baselines import want_package
 from jaxscale import models
@@ -66,7 +67,7 @@ def mean_of(name: str, model: models.EncoderModel) -> Callable[[Any], Any]:
 
 
 def vectors(name: str, model: models.EncoderModel, length: int) -> Callable[..., Any]:
-    """A function of tokenized texts: the means of their activations, on the host.
+    """A function of the ids of texts: the means of their activations, on the host.
 
     Texts are padded in pinned memory, from where one copy takes tokens and mask to the
     device. The mean is within the CUDA graph, if there is one.
@@ -85,7 +86,7 @@ def vectors(name: str, model: models.EncoderModel, length: int) -> Callable[...,
     gpu = torch.cuda.is_available()
     buffers: list[Any] = []
 
-    def call(texts: Sequence[Sequence[int]]) -> Any:
+    def call(texts: Sequence[np.ndarray]) -> Any:
         if not buffers:
             shape = 2, len(texts), length
             host = torch.zeros(shape, dtype=torch.long, pin_memory=gpu)
@@ -94,7 +95,7 @@ def vectors(name: str, model: models.EncoderModel, length: int) -> Callable[...,
             )
         host, (tokens, mask), device = buffers
         for row, ids in enumerate(texts):
-            tokens[row, : len(ids)] = array.array("q", ids)
+            tokens[row, : len(ids)] = ids
             tokens[row, len(ids) :] = 0
             mask[row, : len(ids)], mask[row, len(ids) :] = 1, 0
         device.copy_(host, non_blocking=True)

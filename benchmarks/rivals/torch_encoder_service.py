@@ -5,7 +5,6 @@ sorted by length and cut into those batches that take least time together, by th
 that the graphs took when they were captured.
 """
 
-import array
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -144,8 +143,8 @@ class CapturedGraphs:
         tokens, mask = host.numpy()
         mask[:, 0] = 1  # also where there is no text, whose mean is not read
         for row, place in enumerate(places):
-            ids = texts[place].ids
-            tokens[row, : len(ids)] = array.array("q", ids)
+            ids = texts[place].array
+            tokens[row, : len(ids)] = ids
             mask[row, : len(ids)] = 1
         inputs, run = self._graphs[bucket]
         with torch.no_grad():

@@ -64,16 +64,26 @@ def plan_rows(
         raise ValueError(
             f"token_budget {token_budget!r} must be at least 1, an integer"
         )
-    longest = max(range(len(lengths)), key=lambda i: lengths[i], default=None)
-    if longest is not None and lengths[longest] > token_budget:
-        raise ValueError(
-            f"token_budget {token_budget} is smaller than the {lengths[longest]} "
-            f"tokens of texts[{longest}]; raise it, or lower max_length and "
-            "truncate"
-        )
     sizes = budgets(token_budget)
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    needed = max(sum(lengths), len(order))
+    if parts == 1 and 0 < needed <= token_budget:
+        # One row: as below, which for few texts takes longer than the rest of a call.
+        size = sizes[bisect.bisect_left(sizes, needed)]
+        rooms = capacities(size)
+        room = rooms[bisect.bisect_left(rooms, len(order))]
+        return EncodePlan(
+            lengths=tuple(lengths),
+            rows=(tuple(order),),
+            budgets=(size,),
+            capacities=(room,),
+        )
     sorted_lengths = [lengths[i] for i in order]
+    if order and sorted_lengths[0] > token_budget:
+        raise ValueError(
+            f"token_budget {token_budget} is smaller than the {sorted_lengths[0]} "
+            f"tokens of texts[{order[0]}]; raise it, or lower max_length and truncate"
+        )
     rows = _even_rows(sorted_lengths, sizes, parts)
     used = [sum(sorted_lengths[i] for i in row) for row in rows]
     found: list[tuple[int, int]] = []

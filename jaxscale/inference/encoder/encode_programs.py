@@ -3,10 +3,10 @@
 Legend: B packed rows, T tokens per row, S sequences per row, D model, C labels.
 """
 
-import array
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -21,7 +21,6 @@ from jaxtyping import Array, Float, Int
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
 from jaxscale.models.tokenizer import EncodedText
-from jaxscale.nn.packing import cu_seqlens_of_lengths
 
 
 class ProgramShape(NamedTuple):
@@ -56,20 +55,19 @@ class Batch(NamedTuple):
 
     def fill(self, row: int, texts: Sequence[EncodedText]) -> None:
         """Write texts into an empty row, on the host."""
-        room = self.bounds.shape[1] - 1
-        bounds = cu_seqlens_of_lengths([len(text.ids) for text in texts], room)
-        self.bounds[row], filled = bounds, slice(bounds[-1])
-        self.tokens[row, filled] = _joined(text.ids for text in texts)
-        if self.types is not None and any(any(text.types) for text in texts):
-            self.types[row, filled] = _joined(text.types for text in texts)
-
-
-def _joined(lists: Iterable[list[int]]) -> np.ndarray:
-    """The concatenated integers of all lists: by `array`, twice as fast as numpy."""
-    found = array.array("i")
-    for one in lists:
-        found.fromlist(one)
-    return np.frombuffer(found, np.int32)
+        ends = list(itertools.accumulate(len(text.ids) for text in texts))
+        if not ends:
+            return
+        bounds, end = self.bounds[row], ends[-1]
+        bounds[1 : len(ends) + 1] = ends
+        bounds[len(ends) + 1 :] = end
+        parts = [text.array for text in texts]
+        np.concatenate(parts, out=self.tokens[row, :end])
+        if self.types is not None and any(
+            text.types.count(0) != len(text.types) for text in texts
+        ):
+            types = [np.array(text.types, np.int32) for text in texts]
+            np.concatenate(types, out=self.types[row, :end])
 
 
 class EncodePrograms:
@@ -121,7 +119,9 @@ class EncodePrograms:
 
     def __call__(self, shape: ProgramShape, whole: np.ndarray | Array) -> Array:
         """Run a program on a `Batch`, once it is compiled."""
-        (ready,) = self.begin([shape])
+        ready = self._begun.get(shape)
+        if ready is None:
+            (ready,) = self.begin([shape])
         ready.result()
         return self._jitted[shape.method](self._leaves, whole, shape.size)
 
@@ -153,6 +153,9 @@ class EncodePrograms:
 
         That of `shape` itself, which is waited for, if none is compiled.
         """
+        ready = self._begun.get(shape)
+        if ready is not None and ready.done():
+            return shape
         fit = [
             other
             for other in self._compiled()

@@ -252,8 +252,11 @@ class Encoder:
         found = self._run("encode", texts, token_budget, truncate, progress)
         width = self.model.config.d_model
         rows = np.empty((len(texts), width), np.float32)
-        for index, row in found:
-            rows[index] = row
+        for launched in found:
+            values = np.asarray(launched.result, np.float32)
+            for row, value in zip(launched.rows, values, strict=False):
+                for slot, (index, _) in enumerate(row):
+                    rows[index] = value[slot]
         return rows
 
     def predict(
@@ -296,12 +299,14 @@ class Encoder:
         found = self._run("predict", texts, token_budget, cuts, progress)
         if not head.config.pools:
             answers: list[Any] = [None] * len(texts)
-            for index, rows in found:
-                answers[index] = rows
+            for launched in found:
+                for index, rows in self.read(launched):
+                    answers[index] = rows
             return answers
         logits = np.empty((len(texts), head.config.num_labels), np.float32)
-        for index, row in found:
-            logits[index] = row
+        for launched in found:
+            for index, row in self.read(launched):
+                logits[index] = row
         return logits
 
     def plan(
@@ -322,7 +327,8 @@ class Encoder:
         Raises:
             ValueError: as `encode`.
         """
-        return self._plan(self.tokenize(texts, truncate=truncate), token_budget)
+        encoded = self.tokenize(texts, truncate=truncate, spans=False)
+        return self._plan(encoded, token_budget)
 
     def compile(
         self,
@@ -363,7 +369,7 @@ class Encoder:
             future.result()
 
     def tokenize(
-        self, texts: Sequence[Text], *, truncate: bool = False
+        self, texts: Sequence[Text], *, truncate: bool = False, spans: bool = True
     ) -> list[EncodedText]:
         """The tokens of texts, which other methods take in their place.
 
@@ -371,14 +377,16 @@ class Encoder:
             texts: Texts, pairs of texts, or token ids of texts, in any mixture.
             truncate: Truncate texts of more than `max_length` tokens; otherwise they
                 are an error.
+            spans: False leaves `EncodedText.spans` empty, which saves time.
 
         Raises:
             ValueError: as `encode`.
         """
         check_texts(texts)
         limit = self.max_length
-        encoded = self._encoded(texts)
-        long = [i for i, text in enumerate(encoded) if len(text.ids) > limit]
+        encoded = self._encoded(texts, spans)
+        # The arrays are made here, since a server tokenizes on other threads.
+        long = [i for i, text in enumerate(encoded) if len(text.array) > limit]
         if long and not truncate:
             raise ValueError(
                 f"texts[{long[0]}] has {len(encoded[long[0]].ids)} tokens, more than "
@@ -389,7 +397,7 @@ class Encoder:
             logger.info(
                 "%d of %d texts are cut at %d tokens", len(long), len(encoded), limit
             )
-            cut = self._encoded([texts[i] for i in long], max_length=limit)
+            cut = self._encoded([texts[i] for i in long], spans, limit)
             for i, text in zip(long, cut, strict=True):
                 encoded[i] = text
         for i, text in enumerate(encoded):
@@ -450,11 +458,15 @@ class Encoder:
     # --------------------------------------------------------------------------------
 
     def _encoded(
-        self, texts: Sequence[Text], max_length: int | None = None
+        self, texts: Sequence[Text], spans: bool, max_length: int | None = None
     ) -> list[EncodedText]:
         """Texts in tokens; token ids as they are."""
-        words = [text for text in texts if isinstance(text, str | tuple)]
-        made = iter(self.tokenizer.encode_inputs(words, max_length=max_length))
+        words = [text for text in texts if isinstance(text, (str, tuple))]
+        options: Any = {"max_length": max_length, "spans": spans}
+        found = self.tokenizer.encode_inputs(words, **options) if words else []
+        if len(found) == len(texts):
+            return found
+        made = iter(found)
         vocab = self.model.config.vocab_size
         encoded = []
         for i, text in enumerate(texts):
@@ -499,9 +511,9 @@ class Encoder:
         token_budget: int | None,
         truncate: bool,
         progress: bool | None,
-    ) -> Iterator[tuple[int, np.ndarray]]:
-        """Index and result of each text, row by row; errors are raised at once."""
-        encoded = self.tokenize(texts, truncate=truncate)
+    ) -> Iterator[Launched]:
+        """All batches, each once the next is launched; errors are raised at once."""
+        encoded = self.tokenize(texts, truncate=truncate, spans=False)
         plan = self._plan(encoded, token_budget)
         return self._results(method, encoded, plan, progress)
 
@@ -511,19 +523,19 @@ class Encoder:
         encoded: Sequence[EncodedText],
         plan: EncodePlan,
         progress: bool | None,
-    ) -> Iterator[tuple[int, np.ndarray]]:
-        waiting = collections.deque[Launched]()
+    ) -> Iterator[Launched]:
+        waiting: collections.deque[Launched] = collections.deque()
         steps = list(self._steps(plan))
-        self._programs.begin(ProgramShape(method, *shape) for _, *shape in steps)
+        if len(steps) > 1:
+            self._programs.begin(ProgramShape(method, *shape) for _, *shape in steps)
         with progress_bar("encode", progress, len(encoded)) as advance, self._on_mesh():
             for rows, *shape in steps:
                 found = self._launch(encoded, rows, ProgramShape(method, *shape))
                 waiting.append(found)
                 if len(waiting) > 1:
-                    yield from self.read(waiting.popleft())
+                    yield waiting.popleft()
                 advance(sum(map(len, rows)))
-            while waiting:
-                yield from self.read(waiting.popleft())
+            yield from waiting
 
     def _launch(
         self,

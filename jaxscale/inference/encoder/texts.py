@@ -38,7 +38,9 @@ def check_texts(texts: Sequence[Text]) -> None:
             "list(texts)"
         )
     for i, text in enumerate(texts):
-        if isinstance(text, EncodedText):
+        if isinstance(text, EncodedText) or (
+            isinstance(text, str) and text and not text.isspace()
+        ):
             continue
         if isinstance(text, list) and all(type(token) is int for token in text):
             if not text:

@@ -106,7 +106,9 @@ class ServedEncoder:
                 return kept(text[0]), kept(text[1])
             return kept(text) if isinstance(text, str) else text
 
-        found = encoder.tokenize([of(text) for text in texts], truncate=truncate)
+        found = encoder.tokenize(
+            [of(text) for text in texts], truncate=truncate, spans=False
+        )
         return found, sum(len(text.ids) for text in found)
 
     async def compute(

@@ -68,6 +68,19 @@ def test_devices_share_rows_evenly():
             assert plan.num_tokens > 0.8 * 4 * sum(group[0] for group in groups)
 
 
+def test_texts_that_fit_share_one_row():
+    """The smallest size that holds them, the longest first, in order on a tie."""
+    rng = np.random.default_rng(1)
+    for budget, count in itertools.product((64, 300, 4096), (1, 2, 16, 60)):
+        lengths = rng.integers(1, max(2, budget // count + 1), count).tolist()
+        plan = plan_rows(lengths, budget)
+        order = sorted(range(count), key=lambda i: (-lengths[i], i))
+        size = min(size for size in budgets(budget) if size >= sum(lengths))
+        room = min(room for room in capacities(size) if room >= count)
+        assert plan.rows == (tuple(order),) and plan.lengths == tuple(lengths)
+        assert (plan.budgets, plan.capacities) == ((size,), (room,))
+
+
 def test_budgets_are_few():
     for size in (1, 5, 128, 129, 512, 1000, 2049, 16384, 100_000):
         sizes = budgets(size)

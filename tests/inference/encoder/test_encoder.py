@@ -1,6 +1,8 @@
 """Texts to embeddings: the real MiniLM, order, budgets, and every mistake by name."""
 
+import dataclasses
 import importlib.util
+import itertools
 import json
 import sys
 import threading
@@ -153,6 +155,34 @@ def test_results_come_in_the_order_of_the_texts():
     order = np.random.default_rng(1).permutation(len(many))
     again = encoder.encode([many[i] for i in order], token_budget=128)
     np.testing.assert_allclose(again, got[order], atol=1e-5)
+
+
+def test_batches_hold_tokens_types_and_boundaries():
+    """Bit by bit; the spans, which no model reads, may be left out."""
+    encoder = make()
+    many = [*texts(9), ("the cat", "a mat"), [5, 7, 6]]
+    encoded = encoder.tokenize(many, spans=False)
+    whole = encoder.tokenize(many)
+    assert [text.spans for text in encoded[:10]] == [[]] * 10
+    assert encoded == [
+        dataclasses.replace(text, spans=short.spans)
+        for text, short in zip(whole, encoded, strict=True)
+    ]
+    assert all(len(text.spans) == len(text.ids) for text in whole)
+    assert encoder.tokenize(encoded) == encoded
+    order = [4, 10, 9, 0]
+    ids = [token for i in order for token in encoded[i].ids]
+    types = [kind for i in order for kind in encoded[i].types]
+    ends = np.cumsum([len(encoded[i].ids) for i in order]).tolist()
+    size, room = 144, 32
+    want = [
+        *(row + [0] * (size - len(row)) for row in (ids, types)),
+        [0, *ends, *ends[-1:] * (room - len(ends))],
+    ]
+    found = encoder._batch([[encoded[i] for i in order]], size, room)
+    assert found.dtype == np.int32 and any(types)
+    np.testing.assert_array_equal(found, [list(itertools.chain(*want))])
+    np.testing.assert_array_equal(encoder._batch([], 8, 2), np.zeros((1, 19)))
 
 
 def test_unscanned_layers_have_parameters_of_their_own(tmp_path):

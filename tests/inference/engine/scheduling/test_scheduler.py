@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.inference.engine.scheduling.batch_rows import OutFlag
-from jaxscale.inference.fair_queue import FairQueue
 from jaxscale.inference.engine.scheduling.scheduler import Scheduler
 from jaxscale.inference.engine.scheduling.scheduler_config import (
     SchedulerConfig,
@@ -20,6 +19,7 @@ from jaxscale.inference.engine.scheduling.scheduler_config import (
 )
 from jaxscale.inference.engine.scheduling.scheduler_output import Drawn
 from jaxscale.inference.engine.scheduling.sequence import SequenceStatus
+from jaxscale.inference.fair_queue import FairQueue
 from jaxscale.inference.request import (
     Draining,
     InvalidRequest,
