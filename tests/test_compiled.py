@@ -35,6 +35,7 @@ from pallas_kernels.collective_matmul.config import CollectiveProblem, in_order_
 from pallas_kernels.mosaic import H200
 from tests import compiled, manifest
 from tests.compiled import compile_for_h200
+from tests.tiers import first
 from tests.training import test_step, toy
 
 
@@ -134,7 +135,7 @@ def collective_product(devices, rows_of_all=4096, config=None, reduces=False):
     return jax.jit(fn), tuple(operands)
 
 
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", first(range(4), 0, 3))
 def test_gathers_in_the_order_of_k_spill_nothing(index):
     problem = CollectiveProblem(
         kind="all_gather",
@@ -194,7 +195,7 @@ def decoding(devices, layers, rows_of_one=16):
     )
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", first((1, 3), 3))
 def test_nothing_moves_the_cells_that_peers_write_to(layers):
     """A copy between two calls would lose what a peer wrote before it."""
     found = compile_for_h200(decoding, layers, count=2)
@@ -303,7 +304,7 @@ def stored_over_fsdp(devices, copies, kernel):
     return jax.jit(gradient, out_shardings=(layout, rows)), (layers, x)
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", first((1, 2), 2))
 def test_weights_that_fsdp_stores_reach_the_kernel(copies):
     by_kernel = compile_for_h200(stored_over_fsdp, copies, True, count=4)
     assert {kernel.name for kernel in by_kernel.kernels} == {"dense", "matmul"}

@@ -24,6 +24,7 @@ from jaxscale.models.vocabulary import vocabulary_rows
 from jaxscale.nn.packing import PackedBatch
 from jaxscale.sharding import MeshConfig, create, fsdp_tp, make_mesh, place
 from jaxscale.training import masked_lm_loss, next_token_loss
+from tests.tiers import exhaustive
 
 
 V = 257
@@ -112,7 +113,7 @@ def test_rows_are_added_only_where_a_vocabulary_does_not_divide():
 @pytest.mark.parametrize(
     ("name", "tensor", "kind"),
     [
-        ("gemma", 4, "auto"),
+        *exhaustive(("gemma", 4, "auto")),
         ("gptj", 2, "explicit"),
         ("bert", 2, "auto"),
     ],

@@ -13,6 +13,7 @@ from jaxscale.training.gradients import accumulated
 from jaxscale.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from jaxscale.training.step import TrainState, make_train_step
 from tests.compiled import compile_for_h200
+from tests.tiers import exhaustive
 from tests.training import toy
 from tests.training.planning import planned_step
 from tests.training.test_step import LOSS
@@ -88,7 +89,9 @@ def test_moments_in_bf16_train_as_well():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the compiler's plugin is for it")
 @pytest.mark.parametrize(
-    ("options", "gibibytes"), [(BF16, 90), (HOST, 83)], ids=["bf16", "host"]
+    ("options", "gibibytes"),
+    [(HOST, 83), *exhaustive((BF16, 90))],
+    ids=["host", "bf16"],
 )
 def test_llama_8b_trains_on_one_h200(options, gibibytes):
     """A step on a row of 4,096 tokens, fp32 parameters, as XLA compiles it."""

@@ -116,71 +116,82 @@ def test_kernels_inside_a_pipeline_compile_for_eight_gpus():
     assert {t.operation for t in inside} == {"all-reduce"}
 
 
-def sent(*arguments):
-    """The collectives of LLaMA's pipeline on 8 GPUs with the flags for overlap."""
-    flags = tuple(XLA_PRESETS["overlap"])
-    program = pipelined_step.gradients
-    found = compile_for_h200(program, "llama3_8b", *arguments, {}, count=8, flags=flags)
-    return transfers(found.hlo)
+WIDTH, HIDDEN, SEQUENCE = 4096, 14336, 4096
+VOCABULARY = str(128256 // 2)  # the output projection is no layer
+
+
+def larger_than_of_a_layer(found):
+    """What is written: the largest of a layer are a gradient in fp32 and an activation
+    of the MLP.
+    """
+    largest = max(4 * WIDTH * HIDDEN, 2 * SEQUENCE * HIDDEN)
+    return found.written(largest + 1)
 
 
 @COMPILES
+@pytest.mark.exhaustive  # as with several chunks
 def test_a_layer_writes_into_the_stash_and_the_sums_of_gradients():
     """No array of all layers of a chunk is made, selected from or copied in a tick."""
     found = compile_for_h200(
         pipelined_step.gradients, "llama3_8b", {"pipe": 2}, 8, 8, {}, {}, count=2
     )
-    layers, width, hidden, tokens = 4, 4096, 14336, 4096
-    # The largest of a layer are a gradient in fp32 and an activation of the MLP.
-    largest = max(4 * width * hidden, 2 * tokens * hidden)
-    large = found.written(largest + 1)
-    vocabulary = str(128256 // 2)  # the output projection is no layer
-    assert [w for w in large if w.looped and vocabulary not in w.shape] == []
-    of_chunks = [w for w in large if f"[1,{layers}," in w.shape]
+    large = larger_than_of_a_layer(found)
+    assert [w for w in large if w.looped and VOCABULARY not in w.shape] == []
+    of_chunks = [w for w in large if "[1,4," in w.shape]
     assert len(of_chunks) == 5
     assert all(w.operation.startswith("fusion broadcast") for w in of_chunks)  # zeros
 
 
 @COMPILES
 def test_each_pass_cuts_its_layer_out_of_several_chunks():
-    """Which `jaxscale plan` counts."""
+    """Which `jaxscale plan` counts; and writes into the stash and sums of gradients."""
     found = compile_for_h200(
         pipelined_step.gradients,
         *("llama3_8b", {"pipe": 2}, 8, 4, {"chunks": 2}, {}),
         count=2,
     )
+    large = larger_than_of_a_layer(found)
+    assert [w for w in large if w.looped and VOCABULARY not in w.shape] == []
+    sums = [w for w in large if w.shape.startswith("f32[2,2,1,")]
+    assert len(sums) == 5  # queries and output, and three of the MLP
+    assert all(w.operation.startswith("fusion broadcast") for w in sums)  # zeros
     shape = "bf16[1,1,1,14336,4096]"  # the second product of the MLP
     cut = [
         w
-        for w in found.written(2 * 14336 * 4096)
+        for w in found.written(2 * HIDDEN * WIDTH)
         if w.looped and w.shape == shape and "dynamic-slice" in w.operation
     ]
     assert len(cut) == 4  # forward and backward alone, and both in one tick
 
 
 @COMPILES
-def test_activations_travel_while_the_other_pass_runs():
-    found = sent({"pipe": 4, "data": 2}, 8, 4, {"zero": 1})
+def test_what_is_sent_is_hidden():
+    """By the flags for overlap: activations, and with ZeRO-3 the weights."""
+    found = transfers(
+        compile_for_h200(
+            pipelined_step.gradients,
+            *("llama3_8b", {"pipe": 2, "fsdp": 4}, 8, 4, {"zero": 3}, {}),
+            count=8,
+            flags=tuple(XLA_PRESETS["overlap"]),
+        ).hlo
+    )
     sends = [x for x in found if x.operation == "collective-permute"]
     loops = [x.loop for x in sends]
-    # The loop over the ticks with both passes: an activation, then a gradient.
+    # The loop over the ticks with both passes: an activation, then a gradient, each of
+    # which travels while the other pass runs.
     activation, gradient = (x for x in sends if loops.count(x.loop) == 2)
     assert activation.behind is not None and gradient.behind is not None
     assert "varlen_attention_backward" in activation.behind
     assert "varlen_attention" in gradient.behind
     assert all(x.behind is not None for x in sends)
-
-
-@COMPILES
-def test_the_next_layer_is_gathered_while_one_computes():
-    """ZeRO-3: in the loops over layers nothing but these waits for `fsdp`."""
-    found = sent({"pipe": 2, "fsdp": 4}, 8, 1, {"zero": 3})
+    # In the loops over layers nothing but these waits for `fsdp`: the next layer is
+    # gathered while one computes.
     layers = [x for x in found if x.loops == 2 and x.axes == {"fsdp"}]
     gathers = [x for x in layers if x.operation == "all-gather"]
-    assert len(gathers) >= 12  # forward and backward
+    assert len(gathers) >= 24  # forward and backward, alone and in one tick
     assert all(x.ahead for x in gathers)
     assert {x.operation for x in layers} == {"all-gather", "reduce-scatter"}
     # One is under way beside the gradient of a norm, and no product: the weights of
-    # keys and values, in bf16, for the backward pass of the next layer.
+    # keys and values, in bf16, for the next layer of each backward pass.
     late = [(x.operation, x.size, x.behind) for x in layers if not x.hidden]
-    assert late == [("all-gather", 2 * 2 * 4096 * 1024, ())]
+    assert late == [("all-gather", 2 * 2 * 4096 * 1024, ())] * 2

@@ -23,6 +23,7 @@ from jaxscale.recipes import export, from_source, prepare
 from jaxscale.sharding import MeshConfig
 from jaxscale.training import LabeledBatches, classification_loss, fit
 from jaxscale.training import run as run_directory
+from tests.tiers import exhaustive
 
 
 NAMES = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
@@ -149,7 +150,7 @@ def test_problems_that_do_not_fit():
             "any of the",
         ),
         ("regression", 1.5, -0.5, (), "with 1 numbers to predict"),
-        ("regression", [1.5, 0], [0, 2], (), "with 2 numbers to predict"),
+        *exhaustive(("regression", [1.5, 0], [0, 2], (), "with 2 numbers to predict")),
     ],
 )
 def test_from_records_to_answers(tmp_path, problem, good, bad, names, told):
