@@ -233,6 +233,7 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
     """Check what needs no weights, and return the function that loads the model."""
     from jaxscale.inference.server.backend import EngineBackend, TextModel
     from jaxscale.inference.server.load import ChatOptions, served
+    from jaxscale.inference.server.served_encoder import ServedEncoder
 
     template = None
     if config.chat_template is not None:
@@ -259,8 +260,9 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
             quantization=config.quantization,
             lora_modules=lora_modules,
         )
-        if isinstance(model, TextModel) and isinstance(model.backend, EngineBackend):
-            model.backend.freeze_gc_heap()
+        backend = model.backend if isinstance(model, TextModel) else model
+        if isinstance(backend, EngineBackend | ServedEncoder):
+            backend.freeze_gc_heap()
         return model
 
     return load

@@ -1,7 +1,6 @@
 """An engine for a model: sizes that fit, programs compiled, on one host or several."""
 
 import dataclasses
-import gc
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +17,7 @@ from jaxscale.inference.engine.program_cache import ProgramCache
 from jaxscale.inference.engine.runner import Runner
 from jaxscale.inference.engine.scheduling.scheduler import Scheduler
 from jaxscale.inference.engine.scheduling.scheduler_config import bucket_sizes
+from jaxscale.inference.gc_heap import FrozenHeap
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.models.adapters import adapter_names
 from jaxscale.models.decoder import Decoder
@@ -82,25 +82,11 @@ def make_engine(
 def freeze_gc_heap(engine: Engine) -> None:
     """Keep Python's garbage collector from what is there now, for the process to serve.
 
-    Tracing leaves millions of objects. A pass over all of them takes 0.4 s, in which no
-    step is planned; it does so now, and after that only over what requests leave. What
-    is compiled behind is left out once it is complete.
-
     Args:
         engine: Its programs may still be compiled behind.
     """
-    gc.collect()
-    gc.freeze()
     table = engine.runner.table
-    frozen = table.whole
-
-    def once_compiled() -> None:
-        nonlocal frozen
-        if not frozen and table.whole:
-            gc.freeze()
-            frozen = True
-
-    engine.after_step.append(once_compiled)
+    engine.after_step.append(FrozenHeap(lambda: table.whole).again)
 
 
 def follow(

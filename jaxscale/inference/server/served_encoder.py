@@ -11,6 +11,7 @@ from jaxscale.inference.encoder.batching import Call, DynamicBatching
 from jaxscale.inference.encoder.encoder import Encoder, Method
 from jaxscale.inference.encoder.texts import Text
 from jaxscale.inference.engine.scheduling.scheduler_output import Counts
+from jaxscale.inference.gc_heap import FrozenHeap
 from jaxscale.inference.request import Overloaded
 from jaxscale.inference.server.backend import Load
 from jaxscale.inference.server.calls import Caller, check_length
@@ -50,6 +51,7 @@ class ServedEncoder:
         """Told the seconds, texts and tokens of each pass."""
         budget = max(token_budget, encoder.max_length)
         self._counts, self._waiting = Counts(), 0
+        self._heap: FrozenHeap | None = None
         methods: tuple[Method, ...] = ("encode", "predict")
         methods = methods[: 1 + self.scores_pairs]
         for method in methods:
@@ -166,6 +168,15 @@ class ServedEncoder:
             programs=self.encoder.num_compiled,
         )
 
+    def freeze_gc_heap(self) -> None:
+        """Keep the garbage collector from what is there now: see `FrozenHeap`."""
+
+        def whole() -> bool:
+            compiled, begun = self.encoder.num_compiled
+            return compiled == begun
+
+        self._heap = FrozenHeap(whole)
+
     def close(self) -> None:
         """End the thread once it is done."""
         self._batching.close()
@@ -173,3 +184,5 @@ class ServedEncoder:
     def _passed(self, seconds: float, texts: int, tokens: int) -> None:
         if self.on_pass is not None:
             self.on_pass(seconds, texts, tokens)
+        if self._heap is not None:
+            self._heap.again()

@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import dataclasses
+import functools
+import gc
 import json
 import threading
 
@@ -49,6 +51,19 @@ def post(harness, model, monkeypatch):
 
 def tokens(texts):
     return sum(len(encoded.ids) for encoded in TOKENIZER.encode_inputs(texts))
+
+
+def test_the_heap_is_frozen_again_once_all_is_compiled(post, model, monkeypatch):
+    calls, compiled = [], [1, 2]
+    for name in ("collect", "freeze"):
+        monkeypatch.setattr(gc, name, functools.partial(calls.append, name))
+    monkeypatch.setattr(Encoder, "num_compiled", property(lambda self: compiled))
+    monkeypatch.setattr(model, "_heap", None)  # afterwards, too
+    model.freeze_gc_heap()
+    for frozen in (1, 2, 2):
+        post("/v1/embeddings", {"input": TEXTS, "model": "tiny"})
+        assert calls == ["collect", *["freeze"] * frozen]
+        compiled[0] = 2
 
 
 def test_embeddings(post, model):
