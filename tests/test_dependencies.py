@@ -49,7 +49,7 @@ def test_dependencies_run_one_way():
         ("jaxscale/inference/encoder/late.py", "jaxscale.inference.engine"),
         ("benchmarks/measure/late.py", "benchmarks.publish"),
         ("jaxscale/models/decoder/late.py", "jaxscale.models.hf"),
-        ("jaxscale/inference/engine/scheduler/late.py", "jax"),
+        ("jaxscale/inference/engine/scheduling/late.py", "jax"),
         ("jaxscale/supervision/driver.py", "numpy"),
     ],
 )
