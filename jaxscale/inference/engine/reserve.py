@@ -18,9 +18,9 @@ def reserve_small(devices: Sequence[Any]) -> list[Array]:
 
     A CUDA graph holds the addresses of what its kernels read and write. Where they are
     others than at the launch before, XLA changes every node, which takes the host more
-    than the launch: of a prefill of 32 layers, 5 ms instead of 2. The memory that a
-    program computes in is freed with it, so it is the same again, unless an array that
-    is kept, such as the tokens of the step before, has been put there meanwhile.
+    than the launch. The memory that a program computes in is freed with it, so it is
+    the same again, unless an array that is kept, such as the tokens of the step before,
+    has been put there meanwhile.
 
     XLA puts an array into the smallest gap that it fits into. So there are gaps for
     small ones, from now on.
