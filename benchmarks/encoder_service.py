@@ -11,8 +11,8 @@ of the first texts.
 - ``saturated``: all texts arrive at once. The time is that until the last is answered.
 - ``half_load``, ``light``: Poisson arrivals, ``rate`` texts a second. The time is the
   median latency, counted from the moment at which a text was to arrive. The rate of
-  ``half_load`` is about half of that at which PyTorch's graphs are saturated, which is
-  the slower implementation there.
+  ``half_load`` is half of what PyTorch's graphs may reach, estimated from the results
+  of `benchmarks.encode`; ``saturated`` tells what they do reach.
 
 ``texts_per_pass`` says how many calls shared a pass.
 
@@ -59,6 +59,7 @@ from jaxscale.inference import Encoder
 from jaxscale.inference.encoder.batching import Call, DynamicBatching, Passes
 from jaxscale.inference.encoder.encode_plan import plan_rows
 from jaxscale.inference.encoder.texts import as_encoded
+from jaxscale.inference.gc_heap import FrozenHeap
 from jaxscale.models.tokenizer import EncodedText
 from pallas_kernels.varlen_attention.specs import bytetransformer
 
@@ -317,9 +318,8 @@ def measure(
 
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Keep Python's garbage collector from what compiling left."""
-    gc.collect()
-    gc.freeze()
+    """Keep Python's garbage collector from what compiling left, as a server does."""
+    FrozenHeap(lambda: True)
     try:
         yield
     finally:
