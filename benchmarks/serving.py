@@ -227,7 +227,11 @@ def _started(
         window = params["window_s"] if policy == "windowed" else 0.0
         return policies.static(engine, load, batch, window)
 
-    return engines, run, {"compile_seconds": time.perf_counter() - start}
+    costs = {
+        "compile_seconds": time.perf_counter() - start,
+        "slots": float(engine.runner.config.num_slots),
+    }
+    return engines, run, costs
 
 
 def _serve_ours(policy: str, params: dict[str, Any], seed: int, samples: int) -> Any:
@@ -251,7 +255,7 @@ def _timed(
 
     policies.alone(engines[0], load, [0])
     # Without joining a load takes minutes, and all steps have one shape.
-    run(load if policy == "jaxscale" else load.cut(_WARM))
+    run(load.to_warm_up() if policy == "jaxscale" else load.cut(_WARM))
     runs = [run(load) for _ in range(samples)]
     if policy == "jaxscale" and _TRACES in os.environ:
         with engines[0].recorded() as timeline:
@@ -351,6 +355,7 @@ def _serve_vllm(params: Params, seed: int, samples: int) -> Measurement:
             dataclasses.asdict(load),
             samples,
             settings,
+            dataclasses.asdict(load.to_warm_up()),
         )
     costs = {"compile_seconds": found["seconds"], **found["settings"]}
     if "context" in params:

@@ -80,14 +80,25 @@ HEADLINES = (
         ours="jaxscale",
         baselines="torch_*",
     ),
-    Headline(
-        task="Serve",
-        what="512 requests with lengths like ShareGPT's, LLaMA 3.1 8B",
-        page="flover.md#measured",
-        file="serving",
-        cases=("saturated",),
-        ours="jaxscale",
-        baselines="vllm",
+    *(
+        Headline(
+            task=task,
+            what=what,
+            page="flover.md#measured",
+            file="serving",
+            cases=(case,),
+            ours="jaxscale",
+            baselines="vllm",
+        )
+        for task, what, case in (
+            (
+                "Serve",
+                "512 requests with lengths like ShareGPT's, LLaMA 3.1 8B, "
+                "each side's defaults",
+                "saturated_defaults",
+            ),
+            ("Serve 128 at once", "the same with 128 slots on both sides", "saturated"),
+        )
     ),
     Headline(
         task="Decode",

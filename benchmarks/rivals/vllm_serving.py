@@ -62,6 +62,7 @@ def run(
     load: Mapping[str, Any],
     samples: int,
     settings: Mapping[str, Any],
+    warm: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Serve a load some times, after once to warm up.
 
@@ -70,6 +71,7 @@ def run(
         load: As for `digest`.
         samples: How often.
         settings: Arguments of the engine besides its defaults.
+        warm: What to warm up with; the load itself if None.
 
     Returns:
         ``runs``, the times of the tokens of each request, in seconds, of each run;
@@ -84,7 +86,8 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         place = pathlib.Path(folder)
         place.joinpath("config.json").write_text(json.dumps(config))
-        job = {"load": load, "samples": samples, "settings": settings}
+        job = {"load": load, "warm": warm or load}
+        job |= {"samples": samples, "settings": settings}
         place.joinpath("job.json").write_text(
             json.dumps({**job, "digest": digest(load)})
         )
@@ -176,11 +179,12 @@ async def _measured(folder: pathlib.Path, vllm: Any) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     scheduler = engine.vllm_config.scheduler_config
     try:
-        runs = [await _served(engine, load) for _ in range(1 + job["samples"])]
+        await _served(engine, job["warm"])
+        runs = [await _served(engine, load) for _ in range(job["samples"])]
     finally:
         engine.shutdown()
     return {
-        "runs": runs[1:],
+        "runs": runs,
         "seconds": seconds,
         "version": vllm.__version__,
         "settings": {

@@ -39,6 +39,9 @@ from jaxscale.inference.load.workload import arrivals, lengths
 from jaxscale.models import Decoder, DecoderConfig
 
 
+_MANY_TOKENS, _FIRST = 500_000, 128  # of a load that is cut to warm up, and to what
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
     """Requests: prompts of random tokens, answers of a given length."""
@@ -64,6 +67,14 @@ class Load:
         """The same requests, with answers of at most `tokens`."""
         outputs = [min(output, tokens) for output in self.outputs]
         return dataclasses.replace(self, outputs=outputs)
+
+    def to_warm_up(self) -> "Load":
+        """What a server answers before it is timed: the same, or its first tokens.
+
+        Answers of half a million tokens together take a minute. Their first ones are
+        enough: requests that come at once are all there by then.
+        """
+        return self.cut(_FIRST) if sum(self.outputs) >= _MANY_TOKENS else self
 
 
 def make_load(params: Mapping[str, Any], vocab_size: int, seed: int) -> Load:

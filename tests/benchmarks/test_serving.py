@@ -97,6 +97,9 @@ def test_a_load_is_cut(load):
     assert max(load.outputs) > 5
     assert cut.outputs == [min(output, 5) for output in load.outputs]
     assert (cut.prompts, cut.due) == (load.prompts, load.due)
+    assert load.to_warm_up() is load
+    long = dataclasses.replace(load, outputs=[300_000] * len(load.outputs))
+    assert long.to_warm_up().outputs == [128] * len(load.outputs)
 
 
 @pytest.mark.parametrize(
