@@ -9,7 +9,9 @@ A load: ``requests`` arrive ``gap_ms`` apart on average, all at once with 0, and
 time is that until the last answer ends. ``mean_latency_ms`` counts from the arrival,
 and ``latency_vs_solo`` sets it against the same requests by themselves. Lengths are
 those of `jaxscale.inference.load.workload`: of Flover's paper, prompts of 8 and answers
-of 504 tokens, or like those of ShareGPT.
+of 504 tokens, or like those of ShareGPT. Ours can answer after ``ready_seconds``, with
+weights that are there, and has all its programs after ``compile_seconds``; vLLM needs
+its ``compile_seconds`` to answer.
 
 - ``jaxscale``: requests join and leave at every token.
 - ``concurrent``, ``serial``, ``static``, ``windowed``: see `serving_policies`. The
@@ -68,6 +70,7 @@ TORCH = (
 DEFAULTS = {"slots": "default"}
 _STEPS = 64  # of a token's time
 _WARM = 16  # tokens of an answer, where the first ones are enough to warm up
+_LONGEST_START = 900.0  # seconds, after which a program has failed to compile
 _SOLO = 4  # requests that also run by themselves
 _PROGRAMS = "BENCHMARK_PROGRAMS"  # names a folder of compiled programs
 _TRACES = "BENCHMARK_TRACES"  # names a folder of timelines
@@ -209,7 +212,14 @@ def _started(
         more["all_reduce"] = SUMS[policy]
     if step and timing.on_gpu():
         more["prefill_tokens"] = (2048,)
-    engine = policies.engine_for(model, load, slots, buckets, **more)
+    engine = policies.engine_for(model, load, slots, buckets, wait=False, **more)
+    costs = {"ready_seconds": time.perf_counter() - start}
+    while not engine.runner.table.whole:
+        if time.perf_counter() - start > _LONGEST_START:
+            raise RuntimeError("programs are missing, see the log")
+        time.sleep(0.05)
+    costs["compile_seconds"] = time.perf_counter() - start
+    costs["slots"] = float(engine.runner.config.num_slots)
     engines = [engine]
     if policy == "concurrent":
         engines = policies.instances_of(engine, len(load.due))
@@ -227,10 +237,6 @@ def _started(
         window = params["window_s"] if policy == "windowed" else 0.0
         return policies.static(engine, load, batch, window)
 
-    costs = {
-        "compile_seconds": time.perf_counter() - start,
-        "slots": float(engine.runner.config.num_slots),
-    }
     return engines, run, costs
 
 

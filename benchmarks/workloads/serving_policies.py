@@ -113,9 +113,14 @@ def engine_for(
     load: Load,
     slots: int | None,
     buckets: Sequence[int] | None = None,
+    *,
+    wait: bool = True,
     **sizes: Any,
 ) -> Engine:
-    """An engine, compiled, that serves `slots` requests of `load` together."""
+    """An engine that serves `slots` requests of `load` together.
+
+    It is compiled, or with `wait` false as far as that a server is ready.
+    """
     config = EngineConfig(
         max_len=load.longest,
         num_slots=slots,
@@ -123,7 +128,7 @@ def engine_for(
         prefix_cache=False,
         **sizes,
     )
-    return make_engine(model, config=config, quiet=True)
+    return make_engine(model, config=config, quiet=True, wait=wait)
 
 
 def instances_of(engine: Engine, count: int) -> list[Engine]:
