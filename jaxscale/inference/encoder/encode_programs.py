@@ -23,6 +23,11 @@ from jaxscale.models.heads import Pooling, pool
 from jaxscale.models.tokenizer import EncodedText
 
 
+_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+# As for the large batches of `jaxscale.inference.engine.runner`; and the autotuner
+# compiles dozens of Triton's products for each size, which takes longer than the rest.
+
+
 class ProgramShape(NamedTuple):
     """The key of a compiled program."""
 
@@ -109,6 +114,7 @@ class EncodePrograms:
                 functools.partial(_on_leaves, function, tree, types),
                 static_argnums=2,
                 out_shardings=host if name in vectors else None,
+                compiler_options=_CUBLAS,
             )
             for name, function in functions.items()
         }
@@ -116,6 +122,7 @@ class EncodePrograms:
         self._mesh, self._place = mesh, place
         self._begun: dict[ProgramShape, concurrent.futures.Future[None]] = {}
         self._lock = threading.Lock()
+        self._lowering = threading.Lock()  # Python, which calls need, too
 
     def __call__(self, shape: ProgramShape, whole: np.ndarray | Array) -> Array:
         """Run a program on a `Batch`, once it is compiled."""
@@ -192,8 +199,10 @@ class EncodePrograms:
         mesh = self._mesh
         try:
             with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-                jitted = self._jitted[shape.method]
-                jitted.lower(self._leaves, batch, shape.size).compile()
+                with self._lowering:
+                    jitted = self._jitted[shape.method]
+                    lowered = jitted.lower(self._leaves, batch, shape.size)
+                lowered.compile()
         except BaseException:
             with self._lock:  # the next call tries again
                 self._begun.pop(shape, None)
