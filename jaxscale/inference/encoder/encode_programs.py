@@ -194,9 +194,6 @@ class EncodePrograms:
 
     def _compile(self, shape: ProgramShape) -> None:
         """Leave a program in the cache of its jitted function."""
-        if not threading.main_thread().is_alive():
-            return  # the interpreter waits for this thread, and needs no more programs
-
         batch = jax.ShapeDtypeStruct(
             (self._rows, self._width(shape.size, shape.room)),
             jnp.int32,
@@ -206,6 +203,9 @@ class EncodePrograms:
         try:
             with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
                 with self._lowering:
+                    # The interpreter waits for this thread, but needs no more programs.
+                    if not threading.main_thread().is_alive():
+                        return
                     jitted = self._jitted[shape.method]
                     lowered = jitted.lower(self._leaves, batch, shape.size)
                 lowered.compile()
