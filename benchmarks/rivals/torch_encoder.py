@@ -159,10 +159,14 @@ def _in_its_mode(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(run, mode=mode, dynamic=False)
 
 
-def captured(run: Callable[..., Any]) -> Callable[..., Any]:
+def captured(run: Callable[..., Any], pool: Any = None) -> Callable[..., Any]:
     """A function whose first call captures a CUDA graph, always of these inputs.
 
     Their values may change from call to call.
+
+    Args:
+        run: What is captured.
+        pool: A handle of memory that several graphs share; None is the graph's own.
     """
     import torch
 
@@ -176,7 +180,8 @@ def captured(run: Callable[..., Any]) -> Callable[..., Any]:
                 run(*inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Other threads, such as those of JAX, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             output = run(*inputs)
         replays.append((graph, output))
 

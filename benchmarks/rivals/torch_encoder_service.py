@@ -81,7 +81,7 @@ class CapturedGraphs:
     """Computes passes for `jaxscale.inference.encoder.batching.DynamicBatching`."""
 
     def __init__(self, name: str, model: models.EncoderModel, longest: int) -> None:
-        """Capture the graphs, and time them.
+        """Capture the largest graph, which can compute everything.
 
         Args:
             name: ``torch_cuda_graph`` captures the model as it is;
@@ -91,23 +91,31 @@ class CapturedGraphs:
         """
         import torch
 
-        mean = torch_encoder.mean_of(name, model)
+        self._mean = torch_encoder.mean_of(name, model)
         if name == "torch_compile_graphs":
             torch.compiler.reset()
-            mean = torch.compile(mean, dynamic=True)
+            self._mean = torch.compile(self._mean, dynamic=True)
+        # Graphs run one after another and their results are copied at once, so all may
+        # compute in the same memory, which the largest has taken before.
+        self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Bucket, tuple[Any, Callable[[Any], Any]]] = {}
         self._seconds: dict[Bucket, float] = {}
-        with torch.no_grad():
-            for bucket in reversed(buckets(longest)):  # the largest take memory first
-                self._capture(mean, bucket)
+        self._left = buckets(longest)
+        self._capture(self._left.pop())
 
-    def _capture(self, mean: Callable[[Any], Any], bucket: Bucket) -> None:
+    def capture_all(self) -> None:
+        """Capture the other graphs; each is timed."""
+        while self._left:
+            self._capture(self._left.pop())
+
+    def _capture(self, bucket: Bucket) -> None:
         import torch
 
         inputs = torch.ones((2, *bucket), dtype=torch.long, device="cuda")
         inputs[1, :, 1::2] = 0  # transformers leaves out a mask that masks nothing
-        run = torch_encoder.captured(mean)
-        run(inputs)
+        run = torch_encoder.captured(self._mean, self._pool)
+        with torch.no_grad():
+            run(inputs)
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(_REPLAYS):

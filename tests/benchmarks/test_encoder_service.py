@@ -1,6 +1,7 @@
 """The benchmark of an encoder as a service: its loads, its rival and its command."""
 
 import itertools
+import re
 import threading
 
 import numpy as np
@@ -105,4 +106,9 @@ def test_the_command(monkeypatch, tmp_path, capsys):
         (line,) = (x for x in out.splitlines() if x.startswith(case) and " us " in x)
         assert "jaxscale" in line and ("p99_ms" in line) == (case == "light_l32")
         assert "texts_per_second" in line and "error" in line
+        ready, whole = (
+            float(re.search(rf"{name}_seconds ([\d.]+)", line)[1])
+            for name in ("ready", "compile")
+        )
+        assert 0 < ready < whole
     assert not [*tmp_path.rglob("*")]

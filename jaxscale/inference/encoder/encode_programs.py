@@ -18,9 +18,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
+from jaxscale.inference.encoder.stacked_vectors import StackedVectors
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
 from jaxscale.models.tokenizer import EncodedText
+
+
+_OPTIONS = {
+    "xla_gpu_enable_dynamic_slice_fusion": False,
+    "xla_gpu_enable_triton_gemm": False,
+}
+# As for decode steps of many rows, see `jaxscale.inference.engine.runner`: all kernels
+# are one CUDA graph, and products are cuBLAS's. The autotuner would compile dozens of
+# Triton's for each size, which takes longer than the rest.
 
 
 class ProgramShape(NamedTuple):
@@ -74,7 +84,7 @@ class EncodePrograms:
     """Functions of a model and a batch, each compiled once per shape.
 
     A call takes the leaves of the model, which costs the host much less than the model,
-    flattened here once.
+    flattened here once; on one device as `StackedVectors`.
     """
 
     def __init__(
@@ -102,13 +112,15 @@ class EncodePrograms:
             place: Sharding of a batch; None is the first device.
         """
         leaves, tree = jax.tree.flatten(model)
-        self._leaves = tuple(leaves)
         host = _pinned(leaves) if mesh is None else None
+        stacked = StackedVectors(leaves) if mesh is None else None
+        self._leaves = tuple(leaves) if stacked is None else stacked.arrays
         self._jitted = {
             name: jax.jit(
-                functools.partial(_on_leaves, function, tree, types),
+                functools.partial(_on_leaves, function, tree, stacked, types),
                 static_argnums=2,
                 out_shardings=host if name in vectors else None,
+                compiler_options=_OPTIONS,
             )
             for name, function in functions.items()
         }
@@ -116,6 +128,7 @@ class EncodePrograms:
         self._mesh, self._place = mesh, place
         self._begun: dict[ProgramShape, concurrent.futures.Future[None]] = {}
         self._lock = threading.Lock()
+        self._lowering = threading.Lock()  # Python, which calls need, too
 
     def __call__(self, shape: ProgramShape, whole: np.ndarray | Array) -> Array:
         """Run a program on a `Batch`, once it is compiled."""
@@ -181,9 +194,6 @@ class EncodePrograms:
 
     def _compile(self, shape: ProgramShape) -> None:
         """Leave a program in the cache of its jitted function."""
-        if not threading.main_thread().is_alive():
-            return  # the interpreter waits for this thread, and needs no more programs
-
         batch = jax.ShapeDtypeStruct(
             (self._rows, self._width(shape.size, shape.room)),
             jnp.int32,
@@ -192,8 +202,13 @@ class EncodePrograms:
         mesh = self._mesh
         try:
             with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-                jitted = self._jitted[shape.method]
-                jitted.lower(self._leaves, batch, shape.size).compile()
+                with self._lowering:
+                    # The interpreter waits for this thread, but needs no more programs.
+                    if not threading.main_thread().is_alive():
+                        return
+                    jitted = self._jitted[shape.method]
+                    lowered = jitted.lower(self._leaves, batch, shape.size)
+                lowered.compile()
         except BaseException:
             with self._lock:  # the next call tries again
                 self._begun.pop(shape, None)
@@ -250,11 +265,14 @@ def answer(
 def _on_leaves(
     function: Callable[..., Array],
     tree: Any,
+    stacked: StackedVectors | None,
     types: bool,
     leaves: Any,
     whole: Array,
     size: int,
 ) -> Array:
     batch = Batch.of(whole, size, types=types)
+    if stacked is not None:
+        leaves = stacked.leaves(leaves)
     model = jax.tree.unflatten(tree, leaves)
     return function(model, batch.tokens, batch.types, batch.bounds)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from jaxscale.checks import check_choice, check_type
 from jaxscale.inference.encoder.encode_plan import (
     EncodePlan,
-    budgets,
+    coarse_first,
     plan_rows,
     usual_capacities,
 )
@@ -340,9 +340,10 @@ class Encoder:
     ) -> None:
         """Compile the programs of `encode` or `predict` in advance, the largest first.
 
-        There are one to three programs per row size, enough for texts of at least 8
-        tokens on average. Without this, or while it runs in the background, a call
-        waits only for the programs that it needs.
+        Then come a few sizes that soon stand in for all others. There are one to three
+        programs per row size, enough for texts of at least 8 tokens on average. Without
+        this, or while it runs in the background, a call waits only for the programs
+        that it needs.
 
         Args:
             method: ``"encode"`` or ``"predict"``.
@@ -361,7 +362,7 @@ class Encoder:
         plan_rows([], token_budget)  # raises for an invalid budget
         shapes = [
             ProgramShape(method, size, room)
-            for size in reversed(budgets(token_budget))
+            for size in coarse_first(token_budget)
             for room in reversed(usual_capacities(size))
         ]
         futures = self._programs.begin(shapes if sizes == "all" else shapes[:1])

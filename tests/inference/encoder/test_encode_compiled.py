@@ -18,7 +18,7 @@ from tests.tiers import exhaustive
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the plugin that compiles is for Linux"
 )
-LAYERS = 2
+LAYERS = 8
 
 
 def encoding(devices, size, room):
@@ -49,4 +49,13 @@ def test_a_layer_is_seven_launches_and_all_are_one_graph(size, room):
     kinds = [launch.split()[0] for launch in launches]
     # Queries, keys and values; attention; sum and norm; the hidden layer; sum and norm.
     assert kinds.count("kCustomCall") == 5 * LAYERS
-    assert len(launches) <= 7 * LAYERS + 13
+    # Two kernels read the vectors of all layers, of which there are two sizes.
+    assert len(launches) <= 7 * LAYERS + 15
+
+
+def test_biases_and_norms_are_few_arguments():
+    """Of 16 parameters of a layer the six matrices stay arrays of their own."""
+    _, (leaves, *_) = encoding(jax.devices(), 256, 32)
+    sizes = [leaf.shape for leaf in leaves]
+    assert sizes[:2] == [(9 * LAYERS + 2, 768), (LAYERS, 3072)]
+    assert len(leaves) == 2 + 6 * LAYERS + 3

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +19,7 @@ from flax import nnx
 from tokenizers import processors
 
 from jaxscale.inference import Encoder
+from jaxscale.inference.encoder.encode_plan import budgets, usual_capacities
 from jaxscale.inference.encoder.encode_programs import ProgramShape
 from jaxscale.models import (
     EncoderModel,
@@ -256,6 +258,38 @@ def test_a_larger_program_stands_in_for_one_that_is_not_compiled(monkeypatch):
     assert encoder.num_compiled == (2, 2)
     for i in range(3):
         np.testing.assert_allclose(found[i], expected[i], atol=1e-5)
+
+
+def test_programs_that_stand_in_for_many_are_compiled_first(monkeypatch):
+    encoder = make()
+    found = []
+    monkeypatch.setattr(encoder._programs, "_compile", found.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    encoder.compile(token_budget=300)
+    largest, *others = [(shape.size, shape.room) for shape in found]
+    assert largest == (300, usual_capacities(300)[-1])
+    assert [size for size, _ in others if size != 300][:2] == [176, 224]
+    assert {size for size, _ in others} == {*budgets(300)}
+
+
+def test_one_program_is_lowered_at_a_time(monkeypatch):
+    """While others are compiled, which needs no Python."""
+    encoder = make()
+    lowering, most = [], []
+    jitted = encoder._programs._jitted["encode"]
+
+    class Noted:
+        def lower(self, *arguments):
+            lowering.append(arguments)
+            most.append(len(lowering))
+            lowered = jitted.lower(*arguments)
+            lowering.pop()
+            return lowered
+
+    monkeypatch.setitem(encoder._programs._jitted, "encode", Noted())
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    encoder.compile(token_budget=176)
+    assert most == [1] * 4
 
 
 def test_programs_write_into_memory_of_the_host():
