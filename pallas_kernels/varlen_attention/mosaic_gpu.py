@@ -11,7 +11,6 @@ heads, H head dim.
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -13,7 +13,7 @@ Axes: R rows of the batch, T packed queries, S packed keys, N query heads, K key
 heads, G = N / K, H head dim of queries and keys, Hv head dim of values.
 """
 
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from typing import no_type_check
 
@@ -114,11 +114,11 @@ def _tile(a, rows, stride, columns, inside, width: tl.constexpr, block: tl.const
 @no_type_check
 def _attend(
     sums, most, total,
-    q, k, v, i, start, stop, end, end_k, slope,
+    q, k, v, i, start, stop, whole, ragged, end, end_k, slope,
     kv_heads: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_k: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
-    left: tl.constexpr, right: tl.constexpr, masked: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr,
 ):  # fmt: skip
     """The online softmax of a tile of queries over the keys from `start` to `stop`."""
     columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
@@ -130,12 +130,12 @@ def _attend(
         products = tl.dot(q, tl.trans(keys))
         distance = i[:, None] + shift - j[None, :]
         scores, _ = _scores(products, distance, slope, scale, softcap)
-        if masked:
+        if (first < whole) | (first >= ragged):
             seen = _visible(i[:, None], j[None, :], shift, end, end_k, left, right)
             scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(most, tl.max(scores, 1))
         # A query that has seen nothing yet: -inf - -inf is no number.
-        shared = tl.where(new == float("-inf"), 0.0, new) if masked else new
+        shared = tl.where(new == float("-inf"), 0.0, new)
         weights = tl.exp2(scores - shared[:, None])
         before = tl.exp2(most - shared)
         total = total * before + tl.sum(weights, 1)
@@ -199,21 +199,11 @@ def forward(
         first, last, end, begin_k, end_k, left, right
     )
     whole, ragged = _phases(start, stop, all_start, all_stop, block_k)
-    if left >= 0:
-        sums, most, total = _attend(
-            sums, most, total, q_tile, k, v, i, start, whole, end, end_k, slope,
-            kv_heads, head_dim, value_dim, block_k, block_h, block_v,
-            scale, softcap, left, right, True,
-        )  # fmt: skip
     sums, most, total = _attend(
-        sums, most, total, q_tile, k, v, i, whole, ragged, end, end_k, slope,
+        sums, most, total, q_tile, k, v, i,
+        start, stop, whole, ragged, end, end_k, slope,
         kv_heads, head_dim, value_dim, block_k, block_h, block_v,
-        scale, softcap, left, right, False,
-    )  # fmt: skip
-    sums, most, total = _attend(
-        sums, most, total, q_tile, k, v, i, ragged, stop, end, end_k, slope,
-        kv_heads, head_dim, value_dim, block_k, block_h, block_v,
-        scale, softcap, left, right, True,
+        scale, softcap, left, right,
     )  # fmt: skip
 
     inside = i < end
@@ -236,12 +226,12 @@ def forward(
 @no_type_check
 def _query_gradient(
     sums, by_slope,
-    q, dout, logs, delta, k, v, i, start, stop, end, end_k, slope,
+    q, dout, logs, delta, k, v, i, start, stop, whole, ragged, end, end_k, slope,
     kv_heads: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_k: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
     left: tl.constexpr, right: tl.constexpr,
-    has_slopes: tl.constexpr, masked: tl.constexpr,
+    has_slopes: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys from `start` to `stop` give to dq / scale and the slope."""
     columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
@@ -257,7 +247,7 @@ def _query_gradient(
         distance = i[:, None] + shift - j[None, :]
         scores, derivative = _scores(products, distance, slope, scale, softcap)
         weights = tl.exp2(scores - logs[:, None])
-        if masked:
+        if (first < whole) | (first >= ragged):
             seen = _visible(i[:, None], j[None, :], shift, end, end_k, left, right)
             weights = tl.where(seen, weights, 0.0)
         gradient = weights * (tl.dot(dout, tl.trans(values)) - delta[:, None])
@@ -319,24 +309,11 @@ def gradient_of_queries(
         first, last, end, begin_k, end_k, left, right
     )
     whole, ragged = _phases(start, stop, all_start, all_stop, block_k)
-    if left >= 0:
-        sums, by_slope = _query_gradient(
-            sums, by_slope, q_tile, dout_tile, logs, deltas, k, v, i,
-            start, whole, end, end_k, slope,
-            kv_heads, head_dim, value_dim, block_k, block_h, block_v,
-            scale, softcap, left, right, has_slopes, True,
-        )  # fmt: skip
     sums, by_slope = _query_gradient(
         sums, by_slope, q_tile, dout_tile, logs, deltas, k, v, i,
-        whole, ragged, end, end_k, slope,
+        start, stop, whole, ragged, end, end_k, slope,
         kv_heads, head_dim, value_dim, block_k, block_h, block_v,
-        scale, softcap, left, right, has_slopes, False,
-    )  # fmt: skip
-    sums, by_slope = _query_gradient(
-        sums, by_slope, q_tile, dout_tile, logs, deltas, k, v, i,
-        ragged, stop, end, end_k, slope,
-        kv_heads, head_dim, value_dim, block_k, block_h, block_v,
-        scale, softcap, left, right, has_slopes, True,
+        scale, softcap, left, right, has_slopes,
     )  # fmt: skip
 
     place = (row * queries + i)[:, None] * (heads * head_dim)
@@ -351,11 +328,11 @@ def gradient_of_queries(
 @no_type_check
 def _key_gradient(
     dk, dv,
-    k, v, q, dout, lse, delta, j, start, stop, end, end_q, slope,
+    k, v, q, dout, lse, delta, j, start, stop, whole, ragged, end, end_q, slope,
     heads: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_q: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
-    left: tl.constexpr, right: tl.constexpr, masked: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr,
 ):  # fmt: skip
     """Add what the queries from `start` to `stop` of a head give to dk / scale, dv."""
     columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
@@ -373,7 +350,7 @@ def _key_gradient(
         distance = i[None, :] + shift - j[:, None]
         scores, derivative = _scores(products, distance, slope, scale, softcap)
         weights = tl.exp2(scores - logs[None, :])
-        if masked:
+        if (first < whole) | (first >= ragged):
             seen = _visible(i[None, :], j[:, None], shift, end_q, end, left, right)
             weights = tl.where(seen, weights, 0.0)
         dv = tl.dot(weights.to(v.dtype), dout_tile, dv)
@@ -433,24 +410,11 @@ def gradient_of_keys(
         if has_slopes:
             slope = tl.load(slopes + row * heads + head)
         q_head, dout_head = q + head * head_dim, dout + head * value_dim
-        if right >= 0:
-            dk_sums, dv_sums = _key_gradient(
-                dk_sums, dv_sums, k_tile, v_tile, q_head, dout_head,
-                lse + head, delta + head, j, start, whole, end, end_q, slope,
-                heads, head_dim, value_dim, block_q, block_h, block_v,
-                scale, softcap, left, right, True,
-            )  # fmt: skip
         dk_sums, dv_sums = _key_gradient(
             dk_sums, dv_sums, k_tile, v_tile, q_head, dout_head,
-            lse + head, delta + head, j, whole, ragged, end, end_q, slope,
+            lse + head, delta + head, j, start, stop, whole, ragged, end, end_q, slope,
             heads, head_dim, value_dim, block_q, block_h, block_v,
-            scale, softcap, left, right, False,
-        )  # fmt: skip
-        dk_sums, dv_sums = _key_gradient(
-            dk_sums, dv_sums, k_tile, v_tile, q_head, dout_head,
-            lse + head, delta + head, j, ragged, stop, end, end_q, slope,
-            heads, head_dim, value_dim, block_q, block_h, block_v,
-            scale, softcap, left, right, True,
+            scale, softcap, left, right,
         )  # fmt: skip
 
     rows = (row * keys + j)[:, None]

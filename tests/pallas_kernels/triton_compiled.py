@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -47,8 +48,11 @@ def compile_for(capability, kernel, dtypes, constants, *, num_warps, num_stages)
 
     names = kernel.arg_names[: len(dtypes)]
     assert set(kernel.arg_names) == {*names, *constants}
-    pointers = {n: "*" + _NAMES[jnp.dtype(d).name] for n, d in zip(names, dtypes)}
-    types = pointers | dict.fromkeys(constants, "constexpr")
+    types = {
+        name: "*" + _NAMES[jnp.dtype(dtype).name]
+        for name, dtype in zip(names, dtypes, strict=True)
+    }
+    types |= dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(names))}
     found = triton.compile(
         ASTSource(kernel, {n: types[n] for n in kernel.arg_names}, constants, aligned),
@@ -63,11 +67,11 @@ def _registers(cubin):
     import triton.backends.nvidia as nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    path = Path(subprocess.run(["mktemp"], capture_output=True, text=True).stdout[:-1])
-    path.write_bytes(cubin)
-    said = subprocess.run(
-        [tool, "-res-usage", path], capture_output=True, text=True, check=True
-    ).stdout
-    path.unlink()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = said.stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     return int(found[1]), int(found[2])
