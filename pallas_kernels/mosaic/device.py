@@ -16,7 +16,17 @@ from pallas_kernels.dispatch import Unsupported
 
 
 # Largest dynamic shared memory of one block, by compute capability.
-_SMEM_BYTES = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448, (10, 0): 232_448}
+_SMEM_BYTES = {
+    (8, 0): 166_912,
+    (8, 6): 101_376,
+    (8, 7): 166_912,
+    (8, 9): 101_376,
+    (9, 0): 232_448,
+    (10, 0): 232_448,
+    (10, 3): 232_448,
+    (12, 0): 101_376,
+    (12, 1): 101_376,
+}
 
 # Part of the key under which `jax.jit` finds what it has traced and compiled.
 _assumed: Any = jax.make_user_context(None)

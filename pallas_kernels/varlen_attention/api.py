@@ -36,11 +36,13 @@ from pallas_kernels.varlen_attention.segments import (
     check_cu_seqlens,
     cu_seqlens_from_segment_ids,
 )
+from pallas_kernels.varlen_attention.triton import varlen_attention_triton
 from pallas_kernels.varlen_attention.xla import varlen_attention_xla
 
 
 IMPLEMENTATIONS: Mapping[str, Callable[..., Passes]] = {
     "mosaic_gpu": varlen_attention_mosaic_gpu,
+    "triton": varlen_attention_triton,
     "xla": varlen_attention_xla,
 }
 """Functions that return the passes of a call or decline it, the preferred one first."""
@@ -114,8 +116,10 @@ def varlen_attention(
         deterministic: gradients are bitwise equal between runs. False allows an
             implementation a faster sum whose order varies.
         implementation: "xla", "mosaic_gpu" (a kernel for Hopper GPUs, bf16 and fp16),
-            or several names in order of preference; None takes the best one that
-            supports the arguments on this device, and always works.
+            "triton" (kernels for Ampere and later GPUs, bf16 and fp16, no
+            relative_bias; needs the extra ``triton``), or several names in order of
+            preference; None takes the best one that supports the arguments on this
+            device, and always works.
         config: block sizes of the named implementation (`XlaConfig` for "xla",
             `MosaicGpuConfig` for "mosaic_gpu"); None uses its heuristic.
 

@@ -11,13 +11,10 @@ heads, H head dim.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
 from pallas_kernels.dispatch import Unsupported
@@ -36,6 +33,7 @@ from pallas_kernels.varlen_attention.backward_relative import (
     relative_smem,
 )
 from pallas_kernels.varlen_attention.backward_short import backward_short
+from pallas_kernels.varlen_attention.batching import LARGEST_INT, batched
 from pallas_kernels.varlen_attention.config import (
     BACKWARD_TILES,
     HEAD_DIMS,
@@ -54,9 +52,6 @@ from pallas_kernels.varlen_attention.forward import forward
 from pallas_kernels.varlen_attention.forward_short import forward_short
 from pallas_kernels.varlen_attention.inputs import Inputs, Passes, Scores
 from pallas_kernels.varlen_attention.mainloop import tile_terms
-
-
-_LARGEST_INT = 2**31 - 1
 
 
 def varlen_attention_mosaic_gpu(
@@ -113,10 +108,10 @@ def _check_arrays(x: Inputs) -> None:
 
 def _problem(x: Inputs) -> Problem:
     for name, a in (("q", x.q), ("k", x.k)):
-        if (size := math.prod(a.shape[1:])) > _LARGEST_INT:
+        if (size := math.prod(a.shape[1:])) > LARGEST_INT:
             raise Unsupported(
                 f"varlen_attention: {name} has {size} elements in a row, the kernel "
-                f"counts to {_LARGEST_INT}; split it or use implementation='xla'"
+                f"counts to {LARGEST_INT}; split it or use implementation='xla'"
             )
     return Problem(
         rows=x.q.shape[0],
@@ -145,7 +140,7 @@ class _Kernels:
         """``(out, lse, rest)``."""
         by_row = _by_row(x)
         axes = varying(*jax.tree.leaves(by_row))
-        results = _batched(functools.partial(self._forward, with_rest))(by_row)
+        results = batched(functools.partial(self._forward, with_rest))(by_row)
         out, lse, *rest = (as_varying(a, axes) for a in results)
         out, *rest = (a[..., : x.v.shape[3]] for a in (out, *rest))  # [R, T, N, Hv]
         return out, lse, rest[0] if with_rest else None
@@ -166,7 +161,7 @@ class _Kernels:
             return portable.backward(x, dout, lse, delta)
         dout = _pad(dout, by_row.v.shape[3])
         axes = varying(*jax.tree.leaves((by_row, dout)))
-        grads = _batched(self._backward)(by_row, dout, lse, delta)
+        grads = batched(self._backward)(by_row, dout, lse, delta)
         dq, dk, dv, *more = (as_varying(a, axes) for a in grads)
         dq, dk = (a[..., : x.q.shape[3]] for a in (dq, dk))  # [R, T or S, N or K, H]
         dv = dv[..., : x.v.shape[3]]  # [R, S, K, Hv]
@@ -294,44 +289,3 @@ def _pad(x: Array, size: int) -> Array:
     """The last dimension filled up with zeros."""
     missing = size - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
-
-
-# --- The batching rule ----------------------------------------------------------------
-
-
-def _batched(run: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
-    """A function of arrays with rows, whose `jax.vmap` is one call with more rows."""
-
-    @custom_vmap
-    def rows(*arrays: Any) -> tuple[Array, ...]:
-        results = [run(*part) for part in _parts(arrays)]
-        if len(results) == 1:
-            return results[0]
-        return tuple(jnp.concatenate(parts) for parts in zip(*results, strict=True))
-
-    @rows.def_vmap
-    def _(size: int, batched: Any, *arrays: Any) -> tuple[Any, Any]:
-        def merge(a: Array, has_axis: bool) -> Array:
-            a = a if has_axis else jnp.broadcast_to(a, (size, *a.shape))
-            return a.reshape(-1, *a.shape[2:])  # [size, R, ...] to [size R, ...]
-
-        results = _batched(run)(*jax.tree.map(merge, arrays, tuple(batched)))
-        split = tuple(
-            a.reshape(size, -1, *a.shape[1:]) for a in results
-        )  # [size, R, ...] each
-        return split, tuple(True for _ in split)
-
-    return rows
-
-
-def _parts(arrays: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """The arrays, cut along the rows where they hold more than a kernel counts to."""
-    leaves = jax.tree.leaves(arrays)
-    rows = leaves[0].shape[0]
-    most = max(1, _LARGEST_INT // max(math.prod(a.shape[1:]) for a in leaves))
-    if rows <= most:
-        return [arrays]
-    return [
-        jax.tree.map(lambda a, i=i: a[i : i + most], arrays)  # [most, ...]
-        for i in range(0, rows, most)
-    ]

@@ -17,7 +17,7 @@ from pallas_kernels.varlen_attention import (
     ForwardBlocks,
     MosaicGpuConfig,
     api,
-    mosaic_gpu,
+    batching,
     scheduler,
     varlen_attention,
     varlen_attention_reference,
@@ -413,7 +413,7 @@ def test_more_rows_than_the_kernel_counts_to_are_taken_some_at_a_time(monkeypatc
 
     run = jax.jit(jax.value_and_grad(attend, (0, 1)), static_argnums=2)
     want = run(q, k, "xla")
-    monkeypatch.setattr(mosaic_gpu, "_LARGEST_INT", 2 * q[0].size)
+    monkeypatch.setattr(batching, "LARGEST_INT", 2 * q[0].size)
     with use_device(one_sm), interpret_mosaic_gpu() as interpreted:
         got = jax.tree.map(np.asarray, run(q, k, "mosaic_gpu"))
         assert interpreted.kernels == 4  # two rows and one, both passes

@@ -21,7 +21,6 @@ from tests.tolerances import RELATIVE, relative_error
 
 pytestmark = pytest.mark.gpu
 BF16 = jnp.dtype(jnp.bfloat16)
-kernel = functools.partial(varlen_attention, implementation="mosaic_gpu")
 
 AWKWARD = [1, 7, 8, 9, 63, 64, 65, 127, 129, 400]
 ZEROS = [0, 65, 0, 0, 129, 1, 0, 700, 0, 0]
@@ -81,11 +80,16 @@ def with_gradients(attend):
 
 
 @functools.cache
-def runs(head_dim, window, causal, softcap, config):
+def runs(head_dim, window, causal, softcap, config, implementation="mosaic_gpu"):
     """The kernel and the reference: one compilation serves all lengths."""
     options = {"window": window, "softcap": softcap}
     ours = functools.partial(
-        kernel, causal=causal, return_lse=True, config=config, **options
+        varlen_attention,
+        causal=causal,
+        return_lse=True,
+        config=config,
+        implementation=implementation,
+        **options,
     )
     if causal:
         options["window"] = (window[0], 0)
@@ -96,7 +100,7 @@ def runs(head_dim, window, causal, softcap, config):
 
 
 def check(lengths_q, lengths_k, head_dim, kv_heads, options, dtype=BF16, config=None,
-          tokens=TOKENS):  # fmt: skip
+          tokens=TOKENS, implementation="mosaic_gpu"):  # fmt: skip
     q, k, v, dout = operands(tokens, 4, kv_heads, head_dim, dtype)
     extra = {
         name: jnp.linspace(0.05, 0.6, 4, dtype=jnp.float32)
@@ -109,6 +113,7 @@ def check(lengths_q, lengths_k, head_dim, kv_heads, options, dtype=BF16, config=
         options.get("causal", False),
         options.get("softcap"),
         config,
+        implementation,
     )
     cu = [jnp.asarray(np.cumsum([0, *x]), jnp.int32) for x in (lengths_q, lengths_k)]
     wide = [jnp.asarray(x, jnp.float32) for x in (q, k, v, dout)]

@@ -1,0 +1,373 @@
+"""Variable-length attention in Triton, for NVIDIA GPUs from Ampere on: the launches.
+
+`triton_kernels` has the kernels and says how they walk; the tables of tiles are made
+here, by a few operations on the device, and so is the choice of blocks. On Hopper the
+Mosaic GPU kernels come first.
+
+Axes: R rows of the batch, B sequences, T packed queries, S packed keys, N query heads,
+K key/value heads, H head dim of queries and keys, Hv head dim of values.
+"""
+
+import dataclasses
+import functools
+import importlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels.dispatch import Unsupported, no_config
+from pallas_kernels.mosaic import DeviceSpec, as_varying, varying
+from pallas_kernels.partition import check_local
+from pallas_kernels.triton_call import check_triton, triton_call
+from pallas_kernels.varlen_attention.batching import LARGEST_INT, batched
+from pallas_kernels.varlen_attention.inputs import Inputs, Passes, Scores
+from pallas_kernels.varlen_attention.segments import cut_cu_seqlens
+
+
+_WIDEST = 256  # head dim whose blocks the smallest of the GPUs hold
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The blocks of a kernel and its launch."""
+
+    block_q: int
+    """Queries of a tile, or of a step where a tile is keys."""
+    block_k: int
+    """Keys of a step, or of a tile."""
+    num_warps: int
+    """Warps of a program."""
+    num_stages: int
+    """Steps in flight, and one more, where the kernel pipelines its loads."""
+
+
+def launch_of(kernel: str, head_dim: int, device: DeviceSpec) -> Launch:
+    """The blocks of a kernel of `triton_kernels`.
+
+    Args:
+        kernel: its name.
+        head_dim: the larger of H and Hv.
+        device: its generation and shared memory.
+
+    Example:
+        >>> from pallas_kernels.mosaic import H200
+        >>> launch_of("forward", 128, H200)
+        Launch(block_q=128, block_k=128, num_warps=8, num_stages=2)
+    """
+    size = next(n for n in (64, 128, 256) if head_dim <= n)
+    memory = "large" if device.smem_bytes > 200_000 else "middle"
+    if device.smem_bytes < 150_000:
+        memory = "small"
+    block_q, block_k, num_warps, num_stages = _LAUNCHES[kernel, memory][size]
+    return Launch(
+        block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=num_stages
+    )
+
+
+# By kernel and shared memory of a block: 227 KiB (Hopper and the B200), 163 (the A100),
+# 99 (the others). Queries, keys, warps, stages, by head dim: the largest tiles whose
+# registers hold them.
+_LAUNCHES = {
+    ("forward", "large"): {
+        64: (128, 64, 4, 3),
+        128: (128, 128, 8, 2),
+        256: (64, 32, 8, 2),
+    },
+    ("forward", "middle"): {
+        64: (128, 64, 4, 3),
+        128: (128, 64, 8, 3),
+        256: (64, 32, 8, 2),
+    },
+    ("forward", "small"): {
+        64: (128, 64, 8, 3),
+        128: (128, 64, 8, 2),
+        256: (64, 32, 8, 2),
+    },
+    ("gradient_of_queries", "large"): {
+        64: (128, 64, 8, 3),
+        128: (128, 64, 8, 3),
+        256: (64, 64, 8, 2),
+    },
+    ("gradient_of_queries", "middle"): {
+        64: (64, 64, 4, 3),
+        128: (64, 64, 4, 3),
+        256: (64, 64, 8, 2),
+    },
+    ("gradient_of_queries", "small"): {
+        64: (64, 64, 4, 2),
+        128: (64, 64, 8, 2),
+        256: (32, 32, 4, 2),
+    },
+    ("gradient_of_keys", "large"): {
+        64: (32, 128, 8, 3),
+        128: (32, 64, 8, 2),
+        256: (16, 64, 8, 2),
+    },
+    ("gradient_of_keys", "middle"): {
+        64: (32, 128, 8, 2),
+        128: (64, 64, 8, 2),
+        256: (16, 64, 8, 2),
+    },
+    ("gradient_of_keys", "small"): {
+        64: (32, 64, 4, 2),
+        128: (64, 64, 8, 2),
+        256: (16, 64, 8, 2),
+    },
+}
+
+
+def varlen_attention_triton(
+    x: Inputs, scores: Scores, *, device: DeviceSpec | None, config: object
+) -> Passes:
+    """The passes by the Triton kernels, if they can serve the inputs."""
+    device = check_triton(device, "varlen_attention")
+    no_config("varlen_attention", config, "Triton")
+    check_local("varlen_attention", x.q, x.k, x.v)
+    if x.q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise Unsupported(
+            f"varlen_attention: type {x.q.dtype.name}, the Triton kernel takes bfloat16"
+            " or float16; cast them or use implementation='xla'"
+        )
+    if scores.relative is not None:
+        raise Unsupported(
+            "varlen_attention: the Triton kernel has no relative bias; use"
+            " implementation='xla'"
+        )
+    widest = max(x.q.shape[3], x.v.shape[3])
+    if widest > _WIDEST:
+        raise Unsupported(
+            f"varlen_attention: head dim {widest}, the Triton kernel takes at most"
+            f" {_WIDEST}; use implementation='xla'"
+        )
+    shapes = x.q.shape, x.k.shape, x.v.shape
+    if any(0 in shape for shape in shapes):
+        raise Unsupported(
+            f"varlen_attention: empty arrays of shapes {', '.join(map(str, shapes))};"
+            " use implementation='xla'"
+        )
+    for name, a in (("q", x.q), ("k", x.k), ("v", x.v)):
+        if (size := math.prod(a.shape[1:])) > LARGEST_INT:
+            raise Unsupported(
+                f"varlen_attention: {name} has {size} elements in a row, the kernel "
+                f"counts to {LARGEST_INT}; split it or use implementation='xla'"
+            )
+    return _Kernels(scores, device)
+
+
+def tile_table(
+    cu_rows: Int[Array, "R bounds"],
+    cu_columns: Int[Array, "R bounds"],
+    num_rows: int,
+    block: int,
+) -> Int[Array, "R tiles 4"]:
+    """Tiles of `block` rows, each within one sequence.
+
+    Rows past the last sequence are cut into tiles too. Where there are fewer tiles than
+    there is room for, the others are empty.
+
+    Args:
+        cu_rows: [R, B+1], prefix sums of the sequences, at most `num_rows`.
+        cu_columns: [R, B+1], the same over what the rows attend to.
+        num_rows: rows of the packed buffer.
+        block: rows of a tile.
+
+    Returns:
+        int32 [R, tiles, 4]: the first row of a tile, the end of its sequence, and where
+        the columns of its sequence begin and end; they end at -1 past the last
+        sequence, and an empty tile begins where it ends.
+
+    Example:
+        >>> tile_table(jnp.array([[0, 3, 5]]), jnp.array([[0, 2, 4]]), 6, 2)[0].tolist()
+        [[0, 3, 0, 2], [2, 3, 0, 2], [3, 5, 2, 4], [5, 6, 0, -1]]
+    """
+    rows, bounds = cu_rows.shape
+    tiles = (num_rows + bounds * (block - 1)) // block
+    total = jnp.full((rows, 1), num_rows, jnp.int32)
+    # One more sequence, of the rows that belong to none.
+    begin, end = cu_rows, jnp.concatenate([cu_rows[:, 1:], total], axis=1)
+    nothing = jnp.broadcast_to(jnp.array([[0, -1]], jnp.int32), (rows, 2))
+    first = jnp.concatenate([cu_columns[:, :-1], nothing[:, :1]], axis=1)
+    last = jnp.concatenate([cu_columns[:, 1:], nothing[:, 1:]], axis=1)
+    before = jnp.cumsum(-(-(end - begin) // block), axis=1)  # [R, B+1]
+    tile = jnp.arange(tiles, dtype=jnp.int32)
+    search = functools.partial(
+        jnp.searchsorted, v=tile, side="right", method="scan_unrolled"
+    )
+    ids = jnp.minimum(jax.vmap(search)(before), bounds - 1)  # [R, tiles]
+
+    def of(a: Array) -> Array:
+        return jnp.take_along_axis(a, ids, axis=1)  # [R, tiles]
+
+    there = tile < before[:, -1:]
+    within = tile - of(before) - (-(of(end) - of(begin)) // block)
+    start = jnp.where(there, of(begin) + within * block, num_rows)
+    ends = jnp.where(there, of(end), num_rows)
+    table = jnp.stack([start, ends, of(first), of(last)], axis=-1)
+    return table.astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernels:
+    """The passes by the Triton kernels."""
+
+    scores: Scores
+    device: DeviceSpec
+
+    def forward(self, x: Inputs, with_rest: bool) -> tuple[Array, Array, Array | None]:
+        """``(out, lse, rest)``."""
+        x = _by_row(x)
+        axes = varying(*jax.tree.leaves(x))
+        results = batched(functools.partial(self._forward, with_rest))(x)
+        out, lse, *rest = (as_varying(a, axes) for a in results)
+        return out, lse, rest[0] if with_rest else None
+
+    def _forward(self, with_rest: bool, x: Inputs) -> tuple[Array, ...]:
+        x = x.with_known()
+        launch = self._launch("forward", x)
+        table = _tables(x, launch.block_q)
+        out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
+        lse = jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
+        # A kernel has all its outputs; without a rest its pointer is not used.
+        results = self._call(
+            "forward",
+            (x.q, x.k, x.v, table, _pointer(x.sinks), _pointer(x.slopes)),
+            (out, lse, out if with_rest else jax.ShapeDtypeStruct((1,), out.dtype)),
+            (table.shape[1], x.q.shape[2], x.q.shape[0]),
+            launch,
+            x,
+            has_sinks=x.sinks is not None,
+            with_rest=with_rest,
+        )
+        return results if with_rest else results[:2]
+
+    def backward(self, x: Inputs, dout: Array, lse: Array, delta: Array) -> Inputs:
+        """The gradients."""
+        by_row = _by_row(x._replace(sinks=None))
+        axes = varying(*jax.tree.leaves((by_row, dout)))
+        grads = batched(self._backward)(by_row, dout, lse, delta)
+        dq, dk, dv, *more = (as_varying(a, axes) for a in grads)
+        grads = x._replace(q=dq, k=dk, v=dv)
+        if x.slopes is not None:
+            slopes = jnp.sum(more[0], axis=0)  # [R, N] to [N]
+            grads = grads._replace(slopes=slopes.astype(x.slopes.dtype))
+        return grads
+
+    def _backward(
+        self, x: Inputs, dout: Array, lse: Array, delta: Array
+    ) -> tuple[Array, ...]:
+        x = x.with_known()
+        rows, _, heads, _ = x.q.shape
+        lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)  # of what sees nothing
+        slopes = _pointer(x.slopes)
+        launch = self._launch("gradient_of_queries", x)
+        table = _tables(x, launch.block_q)
+        tiles = table.shape[1]
+        of_tiles = (rows, tiles, heads) if x.slopes is not None else (1,)
+        dq, dslopes = self._call(
+            "gradient_of_queries",
+            (x.q, x.k, x.v, dout, lse, delta, table, slopes),
+            (_like(x.q), jax.ShapeDtypeStruct(of_tiles, jnp.float32)),
+            (tiles, heads, rows),
+            launch,
+            x,
+        )
+        launch = self._launch("gradient_of_keys", x)
+        table = _tables(x, launch.block_k, of_keys=True)
+        dk, dv = self._call(
+            "gradient_of_keys",
+            (x.q, x.k, x.v, dout, lse, delta, table, slopes),
+            (_like(x.k), _like(x.v)),
+            (table.shape[1], x.k.shape[2], rows),
+            launch,
+            x,
+        )
+        if x.slopes is None:
+            return dq, dk, dv
+        return dq, dk, dv, jnp.sum(dslopes, axis=1)  # [R, N]
+
+    def _launch(self, kernel: str, x: Inputs) -> Launch:
+        return launch_of(kernel, max(x.q.shape[3], x.v.shape[3]), self.device)
+
+    def _call(
+        self,
+        kernel: str,
+        arrays: tuple[Any, ...],
+        outputs: tuple[jax.ShapeDtypeStruct, ...],
+        grid: tuple[int, ...],
+        launch: Launch,
+        x: Inputs,
+        **constants: Any,
+    ) -> tuple[Array, ...]:
+        # Here, because Triton may not be installed.
+        kernels = importlib.import_module(
+            "pallas_kernels.varlen_attention.triton_kernels"
+        )
+        return triton_call(
+            getattr(kernels, kernel),
+            arrays,
+            outputs,
+            name=f"varlen_attention_{kernel}",
+            grid=grid,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            constants=kernel_constants(x, self.scores, launch) | constants,
+        )
+
+
+def kernel_constants(x: Inputs, scores: Scores, launch: Launch) -> dict[str, Any]:
+    """The constants that all kernels have."""
+    left, right = (-1 if side is None else side for side in scores.window)
+    return {
+        "queries": x.q.shape[1],
+        "keys": x.k.shape[1],
+        "heads": x.q.shape[2],
+        "kv_heads": x.k.shape[2],
+        "head_dim": x.q.shape[3],
+        "value_dim": x.v.shape[3],
+        "block_q": launch.block_q,
+        "block_k": launch.block_k,
+        "block_h": _block(x.q.shape[3]),
+        "block_v": _block(x.v.shape[3]),
+        "scale": scores.scale,
+        "softcap": scores.softcap or 0.0,
+        "left": left,
+        "right": right,
+        "has_slopes": x.slopes is not None,
+    }
+
+
+def _block(head_dim: int) -> int:
+    """Columns of a tile: a power of two that tensor cores take."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _tables(x: Inputs, block: int, *, of_keys: bool = False) -> Array:
+    cu_q = cut_cu_seqlens(x.cu_q, x.q.shape[1])
+    cu_k = cut_cu_seqlens(x.packing_of_keys, x.k.shape[1])
+    if of_keys:
+        return tile_table(cu_k, cu_q, x.k.shape[1], block)
+    return tile_table(cu_q, cu_k, x.q.shape[1], block)
+
+
+def _by_row(x: Inputs) -> Inputs:
+    """The inputs with numbers of heads by row, in fp32."""
+
+    def per_row(a: Array | None) -> Array | None:
+        if a is None:
+            return None
+        a = a.astype(jnp.float32)
+        return jnp.broadcast_to(a, (x.q.shape[0], *a.shape))  # [R, N]
+
+    return x._replace(sinks=per_row(x.sinks), slopes=per_row(x.slopes))
+
+
+def _pointer(a: Array | None) -> Array:
+    """An array of fp32, which is not read where it is not given."""
+    return jnp.zeros((1,), jnp.float32) if a is None else a
+
+
+def _like(a: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype)

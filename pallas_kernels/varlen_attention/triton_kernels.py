@@ -1,0 +1,433 @@
+"""Variable-length attention in Triton: one kernel forward, two backward.
+
+FlashAttention-2 (arXiv 2307.08691) over a table of tiles. A tile is some queries of one
+sequence (or some keys, in the kernel of their gradients), and its entry in the table
+says where it begins, where its sequence ends, and where the sequence's keys (queries)
+begin and end, all as rows of the packed buffers. So every program has one interval to
+walk through, whatever the mask: its first and last steps are masked, those between are
+not. Rows past the last sequence form tiles that see nothing, and get zeros.
+
+Scores are held as logarithms to the base 2: ``c * log2(e)``.
+
+Axes: R rows of the batch, T packed queries, S packed keys, N query heads, K key/value
+heads, G = N / K, H head dim of queries and keys, Hv head dim of values.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+@no_type_check
+def _scores(products, distance, slope, scale: tl.constexpr, softcap: tl.constexpr):
+    """Scores to the base 2, and their derivative by the scaled product."""
+    if softcap > 0:
+        # tanh(u) = 2 sigmoid(2 u) - 1
+        capped = 2.0 * tl.sigmoid(products * (2.0 * scale / softcap)) - 1.0
+        scores = capped * (softcap * _LOG2_E)
+        derivative = 1.0 - capped * capped
+    else:
+        scores = products * (scale * _LOG2_E)
+        derivative = 1.0
+    if slope is not None:
+        scores -= slope * _LOG2_E * tl.abs(distance).to(tl.float32)
+    return scores, derivative
+
+
+@triton.jit
+@no_type_check
+def _columns_seen(
+    first, last, end, begin_k, end_k, left: tl.constexpr, right: tl.constexpr
+):
+    """The keys that queries `first` to `last` see, and those that all of them see."""
+    shift = end_k - end  # from a query to the key on its diagonal
+    start, all_start = begin_k, begin_k
+    stop, all_stop = end_k, end_k
+    if left >= 0:
+        start = tl.maximum(begin_k, first + shift - left)
+        all_start = tl.maximum(begin_k, last + shift - left)
+    if right >= 0:
+        stop = tl.minimum(end_k, last + shift + right + 1)
+        all_stop = tl.minimum(end_k, first + shift + right + 1)
+    return start, stop, all_start, all_stop
+
+
+@triton.jit
+@no_type_check
+def _rows_seeing(
+    first, last, end, begin_q, end_q, left: tl.constexpr, right: tl.constexpr
+):
+    """The queries that see keys `first` to `last`, and those that see all of them."""
+    shift = end - end_q
+    start, all_start = begin_q, begin_q
+    stop, all_stop = end_q, end_q
+    if right >= 0:
+        start = tl.maximum(begin_q, first - shift - right)
+        all_start = tl.maximum(begin_q, last - shift - right)
+    if left >= 0:
+        stop = tl.minimum(end_q, last - shift + left + 1)
+        all_stop = tl.minimum(end_q, first - shift + left + 1)
+    return start, stop, all_start, all_stop
+
+
+@triton.jit
+@no_type_check
+def _phases(start, stop, all_start, all_stop, block: tl.constexpr):
+    """Where steps of `block` from `start` cease to need a mask, and need one again."""
+    masked = tl.cdiv(tl.maximum(all_start - start, 0), block) * block
+    whole = tl.maximum(tl.minimum(start + masked, stop), start)
+    return whole, whole + tl.maximum(all_stop - whole, 0) // block * block
+
+
+@triton.jit
+@no_type_check
+def _visible(i, j, shift, end_i, end_j, left: tl.constexpr, right: tl.constexpr):
+    """Whether query i sees key j; both broadcast."""
+    seen = (i < end_i) & (j < end_j)
+    if left >= 0:
+        seen = seen & (j >= i + shift - left)
+    if right >= 0:
+        seen = seen & (j <= i + shift + right)
+    return seen
+
+
+@triton.jit
+@no_type_check
+def _tile(a, rows, stride, columns, inside, width: tl.constexpr, block: tl.constexpr):
+    """[rows, block] of a matrix of `width` columns, zero where not `inside`."""
+    place = a + rows[:, None] * stride + columns[None, :]
+    mask = inside[:, None]
+    if width != block:
+        mask = mask & (columns < width)[None, :]
+    return tl.load(place, mask=mask, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def _attend(
+    sums, most, total,
+    q, k, v, i, start, stop, whole, ragged, end, end_k, slope,
+    kv_heads: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
+    block_k: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
+    scale: tl.constexpr, softcap: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr,
+):  # fmt: skip
+    """The online softmax of a tile of queries over the keys from `start` to `stop`."""
+    columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
+    shift = end_k - end
+    for first in range(start, stop, block_k):
+        j = first + tl.arange(0, block_k)
+        inside = j < end_k
+        keys = _tile(k, j, kv_heads * head_dim, columns_h, inside, head_dim, block_h)
+        products = tl.dot(q, tl.trans(keys))
+        distance = i[:, None] + shift - j[None, :]
+        scores, _ = _scores(products, distance, slope, scale, softcap)
+        if (first < whole) | (first >= ragged):
+            seen = _visible(i[:, None], j[None, :], shift, end, end_k, left, right)
+            scores = tl.where(seen, scores, float("-inf"))
+        new = tl.maximum(most, tl.max(scores, 1))
+        # A query that has seen nothing yet: -inf - -inf is no number.
+        shared = tl.where(new == float("-inf"), 0.0, new)
+        weights = tl.exp2(scores - shared[:, None])
+        before = tl.exp2(most - shared)
+        total = total * before + tl.sum(weights, 1)
+        values = _tile(
+            v, j, kv_heads * value_dim, columns_v, inside, value_dim, block_v
+        )
+        sums = tl.dot(weights.to(v.dtype.element_ty), values, sums * before[:, None])
+        most = new
+    return sums, most, total
+
+
+@triton.jit
+@no_type_check
+def forward(
+    q, k, v, table, sinks, slopes,
+    out, lse, rest,
+    queries: tl.constexpr, keys: tl.constexpr,
+    heads: tl.constexpr, kv_heads: tl.constexpr,
+    head_dim: tl.constexpr, value_dim: tl.constexpr,
+    block_q: tl.constexpr, block_k: tl.constexpr,
+    block_h: tl.constexpr, block_v: tl.constexpr,
+    scale: tl.constexpr, softcap: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr,
+    has_sinks: tl.constexpr, has_slopes: tl.constexpr, with_rest: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries of one head: out, lse, and what rounding took from out.
+
+    q [R,T,N,H], k [R,S,K,H], v [R,S,K,Hv], table [R,tiles,4], sinks and slopes [R,N].
+    """
+    # The last tiles first: under a causal mask they are the longest of a sequence.
+    tiles = tl.num_programs(0)
+    tile = tiles - 1 - tl.program_id(0)
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    entry = table + (row * tiles + tile) * 4
+    first, end = tl.load(entry), tl.load(entry + 1)
+    begin_k, end_k = tl.load(entry + 2), tl.load(entry + 3)
+    if first >= end:
+        return
+    kv_head = head // (heads // kv_heads)
+    q += row * (queries * heads * head_dim) + head * head_dim
+    k += row * (keys * kv_heads * head_dim) + kv_head * head_dim
+    v += row * (keys * kv_heads * value_dim) + kv_head * value_dim
+    i = first + tl.arange(0, block_q)
+    columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
+    q_tile = _tile(q, i, heads * head_dim, columns_h, i < end, head_dim, block_h)
+    slope = None
+    if has_slopes:
+        slope = tl.load(slopes + row * heads + head)
+    sums = tl.zeros((block_q, block_v), tl.float32)
+    most = tl.full((block_q,), float("-inf"), tl.float32)
+    total = tl.zeros((block_q,), tl.float32)
+    if has_sinks:  # one more key, whose value is zero
+        most = (
+            tl.zeros((block_q,), tl.float32)
+            + tl.load(sinks + row * heads + head) * _LOG2_E
+        )
+        total += 1.0
+
+    last = tl.minimum(first + block_q, end) - 1
+    start, stop, all_start, all_stop = _columns_seen(
+        first, last, end, begin_k, end_k, left, right
+    )
+    whole, ragged = _phases(start, stop, all_start, all_stop, block_k)
+    sums, most, total = _attend(
+        sums, most, total, q_tile, k, v, i,
+        start, stop, whole, ragged, end, end_k, slope,
+        kv_heads, head_dim, value_dim, block_k, block_h, block_v,
+        scale, softcap, left, right,
+    )  # fmt: skip
+
+    inside = i < end
+    there = total > 0
+    exact = tl.where(there, 1.0 / tl.where(there, total, 1.0), 0.0)[:, None] * sums
+    logs = (most + tl.log2(tl.where(there, total, 1.0))) * _LN_2
+    logs = tl.where(there & (end_k >= 0), logs, float("-inf"))
+    tl.store(lse + (row * queries + i) * heads + head, logs, mask=inside)
+    rounded = exact.to(out.dtype.element_ty)
+    place = (row * queries + i)[:, None] * (heads * value_dim)
+    place += head * value_dim + columns_v[None, :]
+    mask = inside[:, None] & (columns_v < value_dim)[None, :]
+    tl.store(out + place, rounded, mask=mask)
+    if with_rest:
+        lost = exact - rounded.to(tl.float32)
+        tl.store(rest + place, lost.to(rest.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+@no_type_check
+def _query_gradient(
+    sums, by_slope,
+    q, dout, logs, delta, k, v, i, start, stop, whole, ragged, end, end_k, slope,
+    kv_heads: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
+    block_k: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
+    scale: tl.constexpr, softcap: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr,
+    has_slopes: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys from `start` to `stop` give to dq / scale and the slope."""
+    columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
+    shift = end_k - end
+    for first in range(start, stop, block_k):
+        j = first + tl.arange(0, block_k)
+        inside = j < end_k
+        keys = _tile(k, j, kv_heads * head_dim, columns_h, inside, head_dim, block_h)
+        values = _tile(
+            v, j, kv_heads * value_dim, columns_v, inside, value_dim, block_v
+        )
+        products = tl.dot(q, tl.trans(keys))
+        distance = i[:, None] + shift - j[None, :]
+        scores, derivative = _scores(products, distance, slope, scale, softcap)
+        weights = tl.exp2(scores - logs[:, None])
+        if (first < whole) | (first >= ragged):
+            seen = _visible(i[:, None], j[None, :], shift, end, end_k, left, right)
+            weights = tl.where(seen, weights, 0.0)
+        gradient = weights * (tl.dot(dout, tl.trans(values)) - delta[:, None])
+        if has_slopes:
+            by_slope -= tl.sum(gradient * tl.abs(distance).to(tl.float32), 1)
+        sums = tl.dot((gradient * derivative).to(k.dtype.element_ty), keys, sums)
+    return sums, by_slope
+
+
+@triton.jit
+@no_type_check
+def gradient_of_queries(
+    q, k, v, dout, lse, delta, table, slopes,
+    dq, dslopes,
+    queries: tl.constexpr, keys: tl.constexpr,
+    heads: tl.constexpr, kv_heads: tl.constexpr,
+    head_dim: tl.constexpr, value_dim: tl.constexpr,
+    block_q: tl.constexpr, block_k: tl.constexpr,
+    block_h: tl.constexpr, block_v: tl.constexpr,
+    scale: tl.constexpr, softcap: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr, has_slopes: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries of one head: dq, and its part of the gradient of the slope.
+
+    lse [R,T,N] is +inf for queries that see nothing; dslopes is [R,tiles,N].
+    """
+    tiles = tl.num_programs(0)
+    tile = tiles - 1 - tl.program_id(0)
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    entry = table + (row * tiles + tile) * 4
+    first, end = tl.load(entry), tl.load(entry + 1)
+    begin_k, end_k = tl.load(entry + 2), tl.load(entry + 3)
+    if has_slopes:
+        tl.store(dslopes + (row * tiles + tile) * heads + head, 0.0)
+    if first >= end:
+        return
+    kv_head = head // (heads // kv_heads)
+    q += row * (queries * heads * head_dim) + head * head_dim
+    dout += row * (queries * heads * value_dim) + head * value_dim
+    k += row * (keys * kv_heads * head_dim) + kv_head * head_dim
+    v += row * (keys * kv_heads * value_dim) + kv_head * value_dim
+    i = first + tl.arange(0, block_q)
+    # Rows past the last sequence may hold anything in dout, and see no keys.
+    inside = (i < end) & (end_k >= 0)
+    columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
+    q_tile = _tile(q, i, heads * head_dim, columns_h, inside, head_dim, block_h)
+    dout_tile = _tile(dout, i, heads * value_dim, columns_v, inside, value_dim, block_v)
+    numbers = (row * queries + i) * heads + head
+    logs = tl.load(lse + numbers, mask=inside, other=float("inf")) * _LOG2_E
+    deltas = tl.load(delta + numbers, mask=inside, other=0.0)
+    slope = None
+    if has_slopes:
+        slope = tl.load(slopes + row * heads + head)
+    sums = tl.zeros((block_q, block_h), tl.float32)
+    by_slope = tl.zeros((block_q,), tl.float32)
+
+    last = tl.minimum(first + block_q, end) - 1
+    start, stop, all_start, all_stop = _columns_seen(
+        first, last, end, begin_k, end_k, left, right
+    )
+    whole, ragged = _phases(start, stop, all_start, all_stop, block_k)
+    sums, by_slope = _query_gradient(
+        sums, by_slope, q_tile, dout_tile, logs, deltas, k, v, i,
+        start, stop, whole, ragged, end, end_k, slope,
+        kv_heads, head_dim, value_dim, block_k, block_h, block_v,
+        scale, softcap, left, right, has_slopes,
+    )  # fmt: skip
+
+    place = (row * queries + i)[:, None] * (heads * head_dim)
+    place += head * head_dim + columns_h[None, :]
+    mask = (i < end)[:, None] & (columns_h < head_dim)[None, :]
+    tl.store(dq + place, (sums * scale).to(dq.dtype.element_ty), mask=mask)
+    if has_slopes:
+        tl.store(dslopes + (row * tiles + tile) * heads + head, tl.sum(by_slope, 0))
+
+
+@triton.jit
+@no_type_check
+def _key_gradient(
+    dk, dv,
+    k, v, q, dout, lse, delta, j, start, stop, whole, ragged, end, end_q, slope,
+    heads: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
+    block_q: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
+    scale: tl.constexpr, softcap: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr,
+):  # fmt: skip
+    """Add what the queries from `start` to `stop` of a head give to dk / scale, dv."""
+    columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
+    shift = end - end_q
+    for first in range(start, stop, block_q):
+        i = first + tl.arange(0, block_q)
+        inside = i < end_q
+        q_tile = _tile(q, i, heads * head_dim, columns_h, inside, head_dim, block_h)
+        dout_tile = _tile(
+            dout, i, heads * value_dim, columns_v, inside, value_dim, block_v
+        )
+        logs = tl.load(lse + i * heads, mask=inside, other=float("inf")) * _LOG2_E
+        deltas = tl.load(delta + i * heads, mask=inside, other=0.0)
+        products = tl.dot(k, tl.trans(q_tile))  # [keys, queries]
+        distance = i[None, :] + shift - j[:, None]
+        scores, derivative = _scores(products, distance, slope, scale, softcap)
+        weights = tl.exp2(scores - logs[None, :])
+        if (first < whole) | (first >= ragged):
+            seen = _visible(i[None, :], j[:, None], shift, end_q, end, left, right)
+            weights = tl.where(seen, weights, 0.0)
+        dv = tl.dot(weights.to(v.dtype), dout_tile, dv)
+        gradient = weights * (tl.dot(v, tl.trans(dout_tile)) - deltas[None, :])
+        dk = tl.dot((gradient * derivative).to(k.dtype), q_tile, dk)
+    return dk, dv
+
+
+@triton.jit
+@no_type_check
+def gradient_of_keys(
+    q, k, v, dout, lse, delta, table, slopes,
+    dk, dv,
+    queries: tl.constexpr, keys: tl.constexpr,
+    heads: tl.constexpr, kv_heads: tl.constexpr,
+    head_dim: tl.constexpr, value_dim: tl.constexpr,
+    block_q: tl.constexpr, block_k: tl.constexpr,
+    block_h: tl.constexpr, block_v: tl.constexpr,
+    scale: tl.constexpr, softcap: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr, has_slopes: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys of one key/value head: dk and dv, over all queries of its group.
+
+    The table is that of keys: where a tile begins and its sequence ends, and where the
+    queries of the sequence begin and end.
+    """
+    tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = row.to(tl.int64)
+    entry = table + (row * tl.num_programs(0) + tile) * 4
+    first, end = tl.load(entry), tl.load(entry + 1)
+    begin_q, end_q = tl.load(entry + 2), tl.load(entry + 3)
+    if first >= end:
+        return
+    k += row * (keys * kv_heads * head_dim) + kv_head * head_dim
+    v += row * (keys * kv_heads * value_dim) + kv_head * value_dim
+    q += row * (queries * heads * head_dim)
+    dout += row * (queries * heads * value_dim)
+    lse += row * (queries * heads)
+    delta += row * (queries * heads)
+    j = first + tl.arange(0, block_k)
+    inside = (j < end) & (end_q >= 0)
+    columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
+    k_tile = _tile(k, j, kv_heads * head_dim, columns_h, inside, head_dim, block_h)
+    v_tile = _tile(v, j, kv_heads * value_dim, columns_v, inside, value_dim, block_v)
+    dk_sums = tl.zeros((block_k, block_h), tl.float32)
+    dv_sums = tl.zeros((block_k, block_v), tl.float32)
+
+    last = tl.minimum(first + block_k, end) - 1
+    start, stop, all_start, all_stop = _rows_seeing(
+        first, last, end, begin_q, end_q, left, right
+    )
+    whole, ragged = _phases(start, stop, all_start, all_stop, block_q)
+    for head in range(
+        kv_head * (heads // kv_heads), (kv_head + 1) * (heads // kv_heads)
+    ):
+        slope = None
+        if has_slopes:
+            slope = tl.load(slopes + row * heads + head)
+        q_head, dout_head = q + head * head_dim, dout + head * value_dim
+        dk_sums, dv_sums = _key_gradient(
+            dk_sums, dv_sums, k_tile, v_tile, q_head, dout_head,
+            lse + head, delta + head, j, start, stop, whole, ragged, end, end_q, slope,
+            heads, head_dim, value_dim, block_q, block_h, block_v,
+            scale, softcap, left, right,
+        )  # fmt: skip
+
+    rows = (row * keys + j)[:, None]
+    mask = (j < end)[:, None]
+    place = rows * (kv_heads * head_dim) + kv_head * head_dim + columns_h[None, :]
+    tl.store(
+        dk + place,
+        (dk_sums * scale).to(dk.dtype.element_ty),
+        mask=mask & (columns_h < head_dim)[None, :],
+    )
+    place = rows * (kv_heads * value_dim) + kv_head * value_dim + columns_v[None, :]
+    tl.store(
+        dv + place,
+        dv_sums.to(dv.dtype.element_ty),
+        mask=mask & (columns_v < value_dim)[None, :],
+    )

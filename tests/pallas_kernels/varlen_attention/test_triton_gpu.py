@@ -1,0 +1,29 @@
+"""The Triton kernels on a GPU: values, gradients, repeatability, poisoned memory."""
+
+import jax.numpy as jnp
+import pytest
+
+from tests.pallas_kernels.varlen_attention.test_mosaic_gpu_gpu import (
+    AWKWARD,
+    FEATURES,
+    LENGTHS,
+    check,
+)
+
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("jax_triton")
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_values_and_gradients(head_dim, feature, lengths):
+    options = FEATURES[feature]
+    check(*LENGTHS[lengths], head_dim, *options, implementation="triton")
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 96, 192])
+def test_other_head_dims(head_dim):
+    options = {"causal": True}
+    check(AWKWARD, AWKWARD, head_dim, 2, options, jnp.float16, implementation="triton")
