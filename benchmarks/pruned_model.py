@@ -50,6 +50,7 @@ from jaxscale import models, pruning
 from jaxscale.models.stack import unstacked
 from jaxscale.nn import TileSparseLinear
 from jaxscale.nn.linear import Linear
+from jaxscale.pruning.layers import linears, replace_linears
 from pallas_kernels.tile_sparse_matmul import TileSparse
 
 
@@ -225,6 +226,55 @@ class PrunedModel:
     def bits_of(self, name: str) -> dict[str, float]:
         """The metric ``bits_per_byte`` of a row, if it is known."""
         return {"bits_per_byte": self.bits[name]} if name in self.bits else {}
+
+
+def layers_for(
+    config: models.DecoderConfig, name: str, mask: str, sparsity: float
+) -> list[Mapping[str, Part]]:
+    """What a mask of a trained model keeps in each block of a decoder, by kind.
+
+    Args:
+        config: Of the decoder; its sizes are multiples of the trained model's.
+        name: Of the trained model.
+        mask: One of `MASKS`.
+        sparsity: One of `SPARSITIES`.
+    """
+    wide, heads = config.d_model, config.num_heads * config.head_dim
+    few = config.num_kv_heads * config.head_dim
+    sizes = {
+        "query": (wide, heads),
+        **dict.fromkeys(("key", "value"), (wide, few)),
+        "out": (heads, wide),
+        **dict.fromkeys(("gate", "up"), (wide, config.d_ff)),
+        "down": (config.d_ff, wide),
+    }
+    return [
+        {kind: part.scaled(*sizes[kind]) for kind, part in block.items()}
+        for block in load(name).layers(mask, sparsity, config.num_layers)
+    ]
+
+
+def with_sparse_layers(
+    model: Any, blocks: Sequence[Mapping[str, Part]], seed: int
+) -> Any:
+    """A decoder as `jaxscale.pruning.sparsify` makes it with ``separate``.
+
+    Pruned layers have random values, and those that keep most of their weights stay as
+    they are, as `jaxscale serve` has them.
+
+    Args:
+        model: The dense decoder, or its shapes; its blocks are not stacked.
+        blocks: What each block keeps.
+        seed: Of the values.
+    """
+    makers = {}
+    for place, name in enumerate(linears(model)):
+        _, block, *path = name.split(".")
+        part = blocks[int(block)][path[-1]]
+        if not part.dense:
+            own = seed + 1000 * (place + 1)
+            makers[name] = functools.partial(part.linear, seed=own)
+    return replace_linears(model, makers)
 
 
 def label(mask: str, sparsity: float) -> str:

@@ -60,14 +60,7 @@ from typing import Any
 
 from benchmarks.measure import command, timing
 from benchmarks.measure.harness import Benchmark, Case, Custom, Measurement, Params
-from benchmarks.workloads.serving_model import (
-    SMALL,
-    TILE_WISE,
-    config_of,
-    is_pruned,
-    random_model,
-    read_weights,
-)
+from benchmarks.workloads.serving_model import SMALL, config_of, random_model
 from jaxscale.observability.trace_events import write_events
 
 
@@ -81,6 +74,8 @@ TORCH = (
     "torch_continuous_compile",
 )
 DEFAULTS = {"slots": "default"}
+TILE_WISE = {"tw50": 0.5, "tw75": 0.75}
+"""The sparsity of blocks, by ``weights`` of a case."""
 MASKS = "bytes_27m"
 """The trained model whose masks pruned cases have, of `benchmarks.pruned_model`."""
 _STEPS = 64  # of a token's time
@@ -180,6 +175,47 @@ def _cases() -> list[Case]:
     ]
 
 
+def is_pruned(params: Params) -> bool:
+    """Whether the blocks of a case are tile-wise sparse."""
+    return params.get("weights") in TILE_WISE
+
+
+def parts_of(params: Params) -> Any:
+    """What is kept in each block of a pruned case; see `benchmarks.pruned_model`."""
+    from benchmarks import pruned_model
+
+    sparsity = TILE_WISE[params["weights"]]
+    return pruned_model.layers_for(config_of(params), params["masks"], "tw", sparsity)
+
+
+def read_weights(params: Params) -> tuple[float, float]:
+    """The weights that a step reads, and the share of the blocks' that is kept.
+
+    The table of embeddings is looked up, not read; the output projection is.
+    """
+    config = config_of(params)
+    table = 0 if config.tie_embeddings else config.vocab_size * config.d_model
+    read = config.num_parameters() - table
+    if not is_pruned(params):
+        return read, 1.0
+    parts = [part for block in parts_of(params) for part in block.values()]
+    size = sum(part.shape[0] * part.shape[1] for part in parts)
+    stays = sum(part.multiplied * part.shape[0] * part.shape[1] for part in parts)
+    return read - size + stays, sum(part.weights for part in parts) / size
+
+
+def model_of(params: Params, seed: int) -> Any:
+    """The decoder of a case, of 16 bits or pruned."""
+    if not is_pruned(params):
+        return random_model(params, seed)
+    from benchmarks import pruned_model
+
+    blocks = parts_of(params)
+    return random_model(
+        params, seed, lambda model: pruned_model.with_sparse_layers(model, blocks, seed)
+    )
+
+
 # --- In a child -----------------------------------------------------------------------
 
 
@@ -219,7 +255,7 @@ def _started(
     from benchmarks.workloads import serving_policies as policies
     from jaxscale.inference.engine.make import freeze_gc_heap
 
-    model = random_model(params, seed)
+    model = model_of(params, seed)
     start = time.perf_counter()
     if "weights" in params and not is_pruned(params):
         from jaxscale import models

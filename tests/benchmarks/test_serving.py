@@ -175,7 +175,7 @@ def test_the_weights_of_a_pruned_step():
     """What tiles hold, whole layers that stay dense, and the output projection."""
     dense = serving.read_metrics(serving.token_case("llama3_1_8b", 1, 264).params)
     assert set(dense) == {"weights_gb"}
-    for weights, sparsity in serving_model.TILE_WISE.items():
+    for weights, sparsity in serving.TILE_WISE.items():
         density = 1 - sparsity
         case = serving.token_case("llama3_1_8b", 1, 264, weights)
         assert case.name == f"token_b1_c264_{weights}"
@@ -204,9 +204,10 @@ def test_a_pruned_model_is_what_a_pruned_run_serves(monkeypatch):
     stored = {"tile": 64, "bits_per_byte": {}, "masks": parts}
     known = pruned_model._read(stored)
     monkeypatch.setattr(pruned_model, "load", lambda name: known)
-    monkeypatch.setattr(serving_model, "config_of", lambda params: model.config)
+    for module in (serving, serving_model):
+        monkeypatch.setattr(module, "config_of", lambda params: model.config)
     params = {"weights": "tw75", "masks": "own"}
-    found = serving_model.random_model(params, 0)
+    found = serving.model_of(params, 0)
     assert jax.tree.structure(found) == jax.tree.structure(want)
     leaves = jax.tree.leaves_with_path(found)
     for (path, leaf), other in zip(leaves, jax.tree.leaves(want), strict=True):
