@@ -48,6 +48,9 @@ from benchmarks.pruning_accuracy import SETUPS, Experiment
 from benchmarks.workloads import byte_text
 from jaxscale import models, pruning
 from jaxscale.models.stack import unstacked
+from jaxscale.nn import TileSparseLinear
+from jaxscale.nn.linear import Linear
+from jaxscale.pruning.layers import linears, replace_linears
 from pallas_kernels.tile_sparse_matmul import TileSparse
 
 
@@ -64,6 +67,8 @@ LAYERS = {TRAINED: SETUPS[TRAINED].model.num_layers, UNTRAINED: 2}
 MASKS = ("tw", "tew")
 SPARSITIES = (0.5, 0.75, 0.9)
 SEED = 0
+SCALE = 0.02
+"""Of weights, as models are initialized."""
 UPDATED = "tile_wise_permuted_updated"
 """As all masks are trained: after `pruning.update_weights`."""
 
@@ -136,24 +141,52 @@ class Part:
         if not self.packed:
             columns = jnp.asarray(np.sort(rng.permutation(self.shape[1])[:width]))
         whole = max(int(counts.sum()) * self.tile, 1)
+        share = None if self.weights == whole else self.weights / whole
         return TileSparse(
-            _values(seed, self.weights / whole, jnp.asarray(counts), room, self.tile),
+            _values(seed, share, jnp.asarray(counts), room, self.tile),
             jnp.asarray(rows),
             jnp.asarray(counts),
             columns,
             shape=(self.inputs, width if self.packed else self.shape[1]),
         )
 
+    def linear(
+        self, layer: Linear, seed: int, *, implementation: str | None = None
+    ) -> TileSparseLinear:
+        """The sparse form of a dense layer, with random values of its size.
+
+        Args:
+            layer: The dense layer; its weight is not read.
+            seed: Of the values.
+            implementation: Of `tile_sparse_matmul`; None picks one.
+        """
+        w = self.weight(seed)
+        return TileSparseLinear(
+            TileSparse.stack([w.with_values((w.values * SCALE).astype(layer.dtype))]),
+            split=None,
+            kernel_axes=layer.kernel_axes,
+            out_axes=layer.out_axes,
+            zeros_stay=self.weights < sum(self.counts) * self.tile,
+            dtype=layer.dtype,
+            rules=layer.rules,
+            implementation=implementation,
+        )
+
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _values(
-    seed: int, share: float, counts: jax.Array, room: int, tile: int
+    seed: int, share: float | None, counts: jax.Array, room: int, tile: int
 ) -> jax.Array:
-    """[T, P, G], random in a share of the values of kept rows."""
+    """[T, P, G], random in a share of the values of kept rows; None is all of them."""
     shape = len(counts), room, tile
-    chosen = jax.random.uniform(jax.random.key(0), shape, jnp.float32) < share
-    kept = jnp.arange(room) < counts[:, None]  # [T, P]
-    return jnp.where(chosen & kept[:, :, None], normal(seed, *shape), 0)
+    kept = (jnp.arange(room) < counts[:, None])[:, :, None]  # [T, P, 1]
+    if share is not None:
+        key = jax.random.key(0, impl="rbg")
+        kept &= jax.random.uniform(key, shape, jnp.float32) < share
+    # The bit generator of the hardware: threefry compiles for seconds, and a model has
+    # dozens of shapes.
+    key = jax.random.key(seed, impl="rbg")
+    return jnp.where(kept, jax.random.normal(key, shape, jnp.bfloat16), 0)
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -180,9 +213,68 @@ class PrunedModel:
         """What a mask keeps of one kind of matrix, block by block."""
         return [block[kind] for block in self.blocks[label(mask, sparsity)]]
 
+    def layers(
+        self, mask: str, sparsity: float, count: int
+    ) -> list[Mapping[str, Part]]:
+        """What a mask keeps of each block of a model of `count` blocks.
+
+        A block of the trained model stands for as many neighbors as the model has more.
+        """
+        blocks = self.blocks[label(mask, sparsity)]
+        return [blocks[i * len(blocks) // count] for i in range(count)]
+
     def bits_of(self, name: str) -> dict[str, float]:
         """The metric ``bits_per_byte`` of a row, if it is known."""
         return {"bits_per_byte": self.bits[name]} if name in self.bits else {}
+
+
+def layers_for(
+    config: models.DecoderConfig, name: str, mask: str, sparsity: float
+) -> list[Mapping[str, Part]]:
+    """What a mask of a trained model keeps in each block of a decoder, by kind.
+
+    Args:
+        config: Of the decoder; its sizes are multiples of the trained model's.
+        name: Of the trained model.
+        mask: One of `MASKS`.
+        sparsity: One of `SPARSITIES`.
+    """
+    wide, heads = config.d_model, config.num_heads * config.head_dim
+    few = config.num_kv_heads * config.head_dim
+    sizes = {
+        "query": (wide, heads),
+        **dict.fromkeys(("key", "value"), (wide, few)),
+        "out": (heads, wide),
+        **dict.fromkeys(("gate", "up"), (wide, config.d_ff)),
+        "down": (config.d_ff, wide),
+    }
+    return [
+        {kind: part.scaled(*sizes[kind]) for kind, part in block.items()}
+        for block in load(name).layers(mask, sparsity, config.num_layers)
+    ]
+
+
+def with_sparse_layers(
+    model: Any, blocks: Sequence[Mapping[str, Part]], seed: int
+) -> Any:
+    """A decoder as `jaxscale.pruning.sparsify` makes it with ``separate``.
+
+    Pruned layers have random values, and those that keep most of their weights stay as
+    they are, as `jaxscale serve` has them.
+
+    Args:
+        model: The dense decoder, or its shapes; its blocks are not stacked.
+        blocks: What each block keeps.
+        seed: Of the values.
+    """
+    makers = {}
+    for place, name in enumerate(linears(model)):
+        _, block, *path = name.split(".")
+        part = blocks[int(block)][path[-1]]
+        if not part.dense:
+            own = seed + 1000 * (place + 1)
+            makers[name] = functools.partial(part.linear, seed=own)
+    return replace_linears(model, makers)
 
 
 def label(mask: str, sparsity: float) -> str:

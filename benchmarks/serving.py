@@ -26,9 +26,17 @@ With ``slots`` ``default`` ours and vLLM choose them.
 
 A token: ``batch`` sequences of about ``context`` tokens each; the time of a step.
 ``read_gb_per_second`` is how fast weights, keys and values are read in it, by each
-device. Cases with ``weights`` have them in 8 bits, a byte each. With ``tp`` the model
+device. With ``tp`` the model
 is split over so many GPUs: ``low_latency`` sums over them by the kernel without a
 barrier, ``xla_nccl`` by XLA, and ``jaxscale`` by what dispatch picks.
+
+Cases with ``weights`` have them in 8 bits, a byte each, or pruned: ``tw50`` and
+``tw75`` keep 50% and 25% of the weights of all blocks, as the tile-wise masks of the
+trained model ``masks`` do (`benchmarks.pruned_model`), in the layers that
+`jaxscale.pruning.sparsify` makes. Beside the same case without ``weights``, which is
+the dense model, ``weights_gb`` tells what is there to gain: it is what a step reads of
+weights, rows of tiles whole, and `density` the share of the blocks' weights that is
+kept.
 
 Where the environment variable ``BENCHMARK_TRACES`` names a folder, ``jaxscale`` serves
 each case once more and leaves a timeline of its steps there, for Perfetto.
@@ -54,7 +62,7 @@ from typing import Any
 
 from benchmarks.measure import command, timing
 from benchmarks.measure.harness import Benchmark, Case, Custom, Measurement, Params
-from benchmarks.workloads.serving_model import config_of, random_model
+from benchmarks.workloads.serving_model import SMALL, config_of, random_model
 from jaxscale.observability.trace_events import write_events
 
 
@@ -68,6 +76,10 @@ TORCH = (
     "torch_continuous_compile",
 )
 DEFAULTS = {"slots": "default"}
+TILE_WISE = {"tw50": 0.5, "tw75": 0.75}
+"""The sparsity of blocks, by ``weights`` of a case."""
+MASKS = "bytes_27m"
+"""The trained model whose masks pruned cases have, of `benchmarks.pruned_model`."""
 _STEPS = 64  # of a token's time
 _WARM = 16  # tokens of an answer, where the first ones are enough to warm up
 _LONGEST_START = 900.0  # seconds, after which a program has failed to compile
@@ -79,7 +91,7 @@ _MANY = 64  # requests that are too many to run one after another, or on instanc
 
 
 def load_case(name: str, model: str, workload: str, gap_ms: float, **more: Any) -> Case:
-    """Requests that arrive over time."""
+    """Requests that arrive over time; `more` are other params."""
     params = {
         "model": model,
         "workload": workload,
@@ -99,6 +111,7 @@ def token_case(
     weights: str | None = None,
     tp: int = 1,
     layers: int | None = None,
+    masks: str = MASKS,
 ) -> Case:
     """A step of a full batch.
 
@@ -106,9 +119,10 @@ def token_case(
         model: Of `jaxscale.models.preset`.
         batch: Rows.
         context: Tokens of each.
-        weights: int8 or fp8, if not bf16.
+        weights: int8 or fp8, if not bf16; tw50 or tw75, if pruned.
         tp: Devices.
         layers: Of the model; None is all.
+        masks: Of pruned weights, a name in `benchmarks.pruned_model`.
     """
     params: dict[str, Any] = {"model": model, "batch": batch, "context": context}
     name = f"token_b{batch}_c{context}"
@@ -116,6 +130,8 @@ def token_case(
         name, params["layers"] = f"{name}_l{layers}", layers
     if weights is not None:
         name, params["weights"] = f"{name}_{weights}", weights
+    if weights in TILE_WISE:
+        params["masks"] = masks
     if tp > 1:
         name, params["tp"] = f"{name}_tp{tp}", tp
     return Case(name, params)
@@ -130,6 +146,7 @@ def _cases() -> list[Case]:
     return [
         *(token_case(model, *size) for model in models for size in sizes),
         *(token_case(models[1], *s, w) for s in sizes for w in ("int8", "fp8")),
+        *(token_case(models[1], *s, w) for s in sizes[:2] for w in TILE_WISE),
         *(token_case(models[1], batch, 264, tp=2) for batch in (1, 16, 64)),
         *(
             token_case(model, batch, 264, tp=tp, layers=layers)
@@ -147,6 +164,11 @@ def _cases() -> list[Case]:
         ),
         load_case("random_lengths", "llama1_7b", "flover:2048", 0),
         load_case("saturated", models[1], "sharegpt", 10, **many),
+        *(
+            load_case(f"saturated_{weights}", models[1], "sharegpt", 10, **many, **own)
+            for weights in TILE_WISE
+            for own in [{"weights": weights, "masks": MASKS}]
+        ),
         load_case("half_load", models[1], "sharegpt", 40, **many),
         load_case("saturated_defaults", models[1], "sharegpt", 10, **many | DEFAULTS),
         *(
@@ -154,6 +176,47 @@ def _cases() -> list[Case]:
             for i, o in ((1000, 1000), (128, 2048))
         ),
     ]
+
+
+def is_pruned(params: Params) -> bool:
+    """Whether the blocks of a case are tile-wise sparse."""
+    return params.get("weights") in TILE_WISE
+
+
+def parts_of(params: Params) -> Any:
+    """What is kept in each block of a pruned case; see `benchmarks.pruned_model`."""
+    from benchmarks import pruned_model
+
+    sparsity = TILE_WISE[params["weights"]]
+    return pruned_model.layers_for(config_of(params), params["masks"], "tw", sparsity)
+
+
+def read_weights(params: Params) -> tuple[float, float]:
+    """The weights that a step reads, and the share of the blocks' that is kept.
+
+    The table of embeddings is looked up, not read; the output projection is.
+    """
+    config = config_of(params)
+    table = 0 if config.tie_embeddings else config.vocab_size * config.d_model
+    read = config.num_parameters() - table
+    if not is_pruned(params):
+        return read, 1.0
+    parts = [part for block in parts_of(params) for part in block.values()]
+    size = sum(part.shape[0] * part.shape[1] for part in parts)
+    stays = sum(part.multiplied * part.shape[0] * part.shape[1] for part in parts)
+    return read - size + stays, sum(part.weights for part in parts) / size
+
+
+def model_of(params: Params, seed: int) -> Any:
+    """The decoder of a case, of 16 bits or pruned."""
+    if not is_pruned(params):
+        return random_model(params, seed)
+    from benchmarks import pruned_model
+
+    blocks = parts_of(params)
+    return random_model(
+        params, seed, lambda model: pruned_model.with_sparse_layers(model, blocks, seed)
+    )
 
 
 # --- In a child -----------------------------------------------------------------------
@@ -195,9 +258,9 @@ def _started(
     from benchmarks.workloads import serving_policies as policies
     from jaxscale.inference.engine.make import freeze_gc_heap
 
-    model = random_model(params, seed)
+    model = model_of(params, seed)
     start = time.perf_counter()
-    if "weights" in params:
+    if "weights" in params and not is_pruned(params):
         from jaxscale import models
 
         model = models.quantize(model, params["weights"])
@@ -395,7 +458,9 @@ def _refused(params: Any, name: str) -> str | None:
     if "tp" in params and name in TORCH:
         return "transformers runs on one GPU here"
     if "weights" in params and name in TORCH:
-        return "weights of 8 bits are ours"
+        return "weights of 8 bits and sparse ones are ours"
+    if is_pruned(params) and name == "vllm":
+        return "vLLM has no tile-wise sparse weights"
     if params.get("weights") == "int8" and name == "vllm":
         return "vLLM rounds no weights to int8 by itself"
     if params.get("slots") == "default" and name not in ("jaxscale", "vllm"):
@@ -436,11 +501,21 @@ def _in_child(name: str) -> Custom:
         return Measurement(
             result["seconds"],
             None,
-            metrics=result["metrics"],
+            metrics=result["metrics"] | read_metrics(params),
             num_devices=params.get("tp", 1),
         )
 
     return Custom(measure, takes_turns=True)
+
+
+def read_metrics(params: Params) -> dict[str, float]:
+    """What a step reads of weights, and how much of the blocks is kept."""
+    size = 2 if timing.on_gpu() else 4
+    weights, density = read_weights(params)
+    if "weights" in params and not is_pruned(params):
+        size = 1  # norms and biases do not count
+    found = {"weights_gb": size * weights / 1e9}
+    return found | {"density": density} if is_pruned(params) else found
 
 
 def metrics(params: Any, seconds: float) -> dict[str, float]:
@@ -448,15 +523,9 @@ def metrics(params: Any, seconds: float) -> dict[str, float]:
     if "context" not in params:
         return {}
     config, batch = config_of(params), params["batch"]
-    size = 2 if timing.on_gpu() else 4
-    # The table of embeddings is looked up, not read; the output projection is.
-    table = 0 if config.tie_embeddings else config.vocab_size * config.d_model
-    read = size * (config.num_parameters() - table)
-    if "weights" in params:
-        read //= size  # of a byte each; norms and biases do not count
-    read += size * batch * params["context"] * config.num_layers * 2 * (
-        config.num_kv_heads * config.head_dim
-    )  # fmt: skip
+    cache = (2 if timing.on_gpu() else 4) * batch * params["context"]
+    cache *= config.num_layers * 2 * config.num_kv_heads * config.head_dim
+    read = 1e9 * read_metrics(params)["weights_gb"] + cache
     return {
         "tokens_per_second": batch / seconds,
         "read_gb_per_second": read / params.get("tp", 1) / seconds / 1e9,
@@ -469,12 +538,15 @@ BENCHMARK = Benchmark(
     quick_cases=[
         token_case("llama_tiny", 2, 24),
         *(token_case("llama_tiny", 2, 24, weights) for weights in ("int8", "fp8")),
+        token_case(SMALL, 2, 24),
+        token_case(SMALL, 2, 24, "tw75", masks="untrained"),
         load_case(
             "poisson", "llama_tiny", "alpaca", 2, arrivals="poisson", requests=6,
             slots=4, shrink=16, window_s=0.01,
         ),
     ],
-    kernels=("paged_attention", "varlen_attention"),
+    kernels=("paged_attention", "varlen_attention", "tile_sparse_matmul"),
+    runs=lambda case, name, op: op != "tile_sparse_matmul" or is_pruned(case.params),
     inputs=lambda params, key: (),
     implementations={name: _in_child(name) for name in (*OURS, *SUMS, *TORCH, "vllm")},
     metrics=metrics,

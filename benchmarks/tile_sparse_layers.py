@@ -34,7 +34,7 @@ from benchmarks import pruned_model
 from benchmarks import tile_sparse_matmul as products
 from benchmarks.measure import command
 from benchmarks.measure.harness import Benchmark, Case, Custom, Measurement, Params
-from benchmarks.pruned_model import normal
+from benchmarks.pruned_model import SCALE, normal
 from benchmarks.rivals import torch_two_four
 from benchmarks.workloads import byte_text
 from jaxscale import models
@@ -48,10 +48,6 @@ from jaxscale.nn import (
 )
 from jaxscale.nn.linear import Linear
 from jaxscale.pruning.layers import linears, replace_linears
-from pallas_kernels.tile_sparse_matmul import TileSparse
-
-
-SCALE = 0.02  # of weights, as models are initialized
 
 
 def sizes(name: str) -> BlockConfig:
@@ -124,16 +120,7 @@ def _sparse(
         own = seed + 10 * i + len(name)
         if blocks[i][name].dense:
             return _random(own, layer)
-        w = blocks[i][name].weight(own)
-        return TileSparseLinear(
-            TileSparse.stack([w.with_values(w.values * SCALE)]),
-            split=None,
-            kernel_axes=layer.kernel_axes,
-            out_axes=layer.out_axes,
-            zeros_stay=params["mask"] == "tew",
-            dtype=layer.dtype,
-            implementation=implementation,
-        )
+        return blocks[i][name].linear(layer, own, implementation=implementation)
 
     return _filled(
         _outline(params), {n: functools.partial(convert, n) for n in blocks[i]}

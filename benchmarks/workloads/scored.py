@@ -1,5 +1,6 @@
 """A trained model pruned by every pattern and score that benchmarks compare."""
 
+import concurrent.futures
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -67,20 +68,30 @@ class Scored:
         """
         self.model, self.tile, self.block = model, tile, block
         self._loss, self._batches = loss, batches
-        self._scores: dict[str, pruning.Scores] = {}
-        self._one_at_a_time = threading.Lock()
+        self._made: dict[Any, concurrent.futures.Future[Any]] = {}
+        self._lock = threading.Lock()
 
-    @functools.cached_property
+    def _once[T](self, key: Any, make: Callable[[], T]) -> T:
+        """What `make` returned for a key; a second thread waits for the first."""
+        with self._lock:
+            known = self._made.get(key)
+            future = known or self._made.setdefault(key, concurrent.futures.Future())
+        if known is None:
+            try:
+                future.set_result(make())
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
+
+    @property
     def products(self) -> dict[str, np.ndarray]:
         """Those of the inputs of each layer."""
-        return pruning.input_products(self.model, self._loss, self._batches)
+        of = self.model, self._loss, self._batches
+        return self._once("products", lambda: pruning.input_products(*of))
 
     def scores(self, name: str) -> pruning.Scores:
         """The scores of a name in the command line of `jaxscale prune`."""
-        with self._one_at_a_time:
-            if name not in self._scores:
-                self._scores[name] = self._scored(name)
-            return self._scores[name]
+        return self._once(name, lambda: self._scored(name))
 
     def _scored(self, name: str) -> pruning.Scores:
         if name == "magnitude":
@@ -91,7 +102,7 @@ class Scored:
         return measure(self.model, self._loss, self._batches)
 
     def masks(self, name: str, sparsity: float) -> pruning.Masks:
-        """What a pattern keeps."""
+        """What a pattern keeps; names that differ in what follows share it."""
         settings = dict((PATTERNS | MORE)[name])
         score = settings.pop("score", "taylor")
         settings.pop("update", None)
@@ -103,14 +114,33 @@ class Scored:
             tile=tile,
             block=self.block,
         )
-        return pruning.make_model_masks(self.model, self.scores(score), config)
+        return self._once(
+            (score, repr(config)),
+            lambda: pruning.make_model_masks(self.model, self.scores(score), config),
+        )
+
+    def updated(self, name: str, masks: pruning.Masks) -> Any:
+        """The dense model, or that whose kept weights make up for the others."""
+        if not (PATTERNS | MORE).get(name, {}).get("update"):
+            return self.model
+
+        def update() -> tuple[Any, Any]:
+            return masks, pruning.update_weights(self.model, masks, self.products)
+
+        # The masks stay, and so does what their id means.
+        return self._once(("updated", id(masks)), update)[1]
 
     def pruned(self, name: str, masks: pruning.Masks) -> Any:
         """The model under masks, before any training."""
-        settings, model = (PATTERNS | MORE).get(name, {}), self.model
-        if settings.get("update"):
-            model = pruning.update_weights(model, masks, self.products)
-        return pruning.apply_masks(model, masks)
+        return pruning.apply_masks(self.updated(name, masks), masks)
+
+    def multiplied(self, masks: pruning.Masks) -> float:
+        """The part of the dense matmuls of pruned layers that tiles multiply."""
+
+        def count() -> tuple[Any, float]:
+            return masks, multiplied(self.model, masks)
+
+        return self._once(("multiplied", id(masks)), count)[1]
 
 
 def multiplied(model: Any, masks: pruning.Masks) -> float:

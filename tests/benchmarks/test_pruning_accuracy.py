@@ -1,11 +1,15 @@
 """The accuracy benchmark at a tiny size: all of it but the numbers of a GPU."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
+from flax import nnx
 
 from benchmarks import pruning_accuracy
 from benchmarks.measure.harness import Case, Measurement, NoMeasurement
-from benchmarks.workloads import byte_text
+from benchmarks.workloads import byte_text, scored
+from jaxscale import models, pruning
 
 
 NAMES = ["dense", "element_wise", "block_wise", "two_four", "tile_wise", "tew"]
@@ -71,3 +75,33 @@ def test_sizes_of_the_real_experiment():
     assert 33e6 < setup.model.num_parameters() < 35e6
     cases = pruning_accuracy.BENCHMARK.cases
     assert {case.params["seed"] for case in cases} == {0, 1, 2}
+
+
+def test_names_that_differ_in_training_share_what_the_host_makes(monkeypatch):
+    """Threads that want the same wait for one; what failed is said to each."""
+    model = models.Decoder(byte_text.decoder(32, 1, 8, 16), rngs=nnx.Rngs(0))
+    updates = []
+
+    def update(model, masks, products):
+        updates.append(masks)
+        return model
+
+    monkeypatch.setattr(
+        pruning, "taylor_scores", lambda model, *_: pruning.magnitude_scores(model)
+    )
+    monkeypatch.setattr(pruning, "input_products", lambda *_: {})
+    monkeypatch.setattr(pruning, "update_weights", update)
+    made = scored.Scored(model, lambda *_: 0.0, [], tile=8, block=8)
+    names = ["tile_wise_permuted", "tile_wise_permuted_updated"]
+    with ThreadPoolExecutor(4) as pool:
+        masks = list(pool.map(lambda name: made.masks(name, 0.5), names * 4))
+        assert len({id(each) for each in masks}) == 1
+        list(pool.map(lambda name: made.pruned(name, masks[0]), names * 4))
+    assert len(updates) == 1 and updates[0] is masks[0]
+    other = made.masks(names[1], 0.75)
+    made.pruned(names[1], other)
+    assert updates[1:] == [other] and other is not masks[0]
+    monkeypatch.setattr(pruning, "make_model_masks", lambda *_: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            made.masks("block_wise", 0.5)

@@ -44,3 +44,12 @@ def test_the_dense_model_is_the_measure_of_all():
         np.testing.assert_allclose(dense.metrics[metric], 1, rtol=1e-5)
         assert pruned.metrics[metric] < 0.95
     assert pruned.metrics["sparsity"] == 0.75
+
+
+def test_without_the_encoder_every_name_says_why(monkeypatch):
+    monkeypatch.setattr(pruning_encoder, "PACKAGE", "no_such_encoder")
+    case = Case("tiny", {"sparsity": 0.5, "seed": 0})
+    ((_, found),) = pruning_encoder.measure([case], ["dense", "tew"], 1)
+    for result in found.values():
+        assert isinstance(result, NoMeasurement) and not result.failed
+        assert "no_such_encoder is missing" in result.reason

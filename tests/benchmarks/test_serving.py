@@ -2,14 +2,22 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import serving
+from benchmarks import pruned_model, serving
 from benchmarks.measure import command
 from benchmarks.rivals import torch_serving
-from benchmarks.workloads import serving_host, serving_http, serving_policies
+from benchmarks.workloads import (
+    byte_text,
+    serving_host,
+    serving_http,
+    serving_model,
+    serving_policies,
+)
+from jaxscale import pruning
 from jaxscale.models import Decoder, preset
 from tests.inference.server.conftest import LiveServer
 from tests.inference.server.fake_engine import TOKENIZER, FakeEngine
@@ -166,15 +174,61 @@ def test_the_bytes_of_a_step():
     assert found["read_gb_per_second"] == pytest.approx(each, rel=1e-3)
 
 
+def test_the_weights_of_a_pruned_step():
+    """What tiles hold, whole layers that stay dense, and the output projection."""
+    dense = serving.read_metrics(serving.token_case("llama3_1_8b", 1, 264).params)
+    assert set(dense) == {"weights_gb"}
+    for weights, sparsity in serving.TILE_WISE.items():
+        density = 1 - sparsity
+        case = serving.token_case("llama3_1_8b", 1, 264, weights)
+        assert case.name == f"token_b1_c264_{weights}"
+        found = serving.read_metrics(case.params)
+        assert found["density"] == pytest.approx(density, rel=1e-3)
+        # 6.98 of 7.50 billion weights are in the blocks.
+        least = 1 - 6.98 / 7.50 * (1 - density)
+        assert least < found["weights_gb"] / dense["weights_gb"] < least + 0.05
+        load = [c for c in serving.BENCHMARK.cases if c.name == f"saturated_{weights}"]
+        assert serving.read_metrics(load[0].params) == found
+        assert "tile-wise" in serving._refused(case.params, "vllm")
+
+
+def test_a_pruned_model_is_what_a_pruned_run_serves(monkeypatch):
+    """In every block the same tree, types and counts as `sparsify` gives."""
+    model = Decoder(byte_text.decoder(256, 2, 64, 128), rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    scores = {
+        name: size * np.exp(rng.standard_normal(size.shape) / 2)
+        for name, size in pruning.magnitude_scores(model).items()
+    }
+    config = pruning.PruneConfig(pattern="tw", sparsity=0.75, tile=64)
+    masks = pruning.make_model_masks(model, scores, config)
+    want = pruning.sparsify(model, masks, separate=True)
+    parts = {"tw 0.75": pruned_model.parts_of(model, masks)}
+    stored = {"tile": 64, "bits_per_byte": {}, "masks": parts}
+    known = pruned_model._read(stored)
+    monkeypatch.setattr(pruned_model, "load", lambda name: known)
+    for module in (serving, serving_model):
+        monkeypatch.setattr(module, "config_of", lambda params: model.config)
+    params = {"weights": "tw75", "masks": "own"}
+    found = serving.model_of(params, 0)
+    assert jax.tree.structure(found) == jax.tree.structure(want)
+    leaves = jax.tree.leaves_with_path(found)
+    for (path, leaf), other in zip(leaves, jax.tree.leaves(want), strict=True):
+        assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype), path
+        if "counts" in str(path):
+            np.testing.assert_array_equal(leaf, other)
+
+
 def test_the_command_runs_anywhere_and_writes_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("BENCHMARK_LOCK", str(tmp_path / "lock"))  # a child takes it
     out = tmp_path / "out"
     arguments = ["--quick", "--out", str(out), "--samples", "1"]
-    arguments += ["--case", "token_b2_c24_int8"]
+    arguments += ["--case", "token_b2_c24_tw75"]
     arguments += ["--impl", "jaxscale", "static", "torch_static"]
     assert command.main(serving.BENCHMARK, arguments) == 0
     said = capsys.readouterr().out
     assert "read_gb_per_second" in said and "the same however" in said
+    assert "density 0.25" in said and "weights_gb" in said
     assert not out.exists()
 
 
