@@ -24,13 +24,7 @@ from jaxscale.models.heads import Pooling, pool
 from jaxscale.models.tokenizer import EncodedText
 
 
-_OPTIONS = {
-    "xla_gpu_enable_dynamic_slice_fusion": False,
-    "xla_gpu_enable_triton_gemm": False,
-}
-# As for decode steps of many rows, see `jaxscale.inference.engine.runner`: all kernels
-# are one CUDA graph, and products are cuBLAS's. The autotuner would compile dozens of
-# Triton's for each size, which takes longer than the rest.
+_OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}  # all is one CUDA graph
 
 
 class ProgramShape(NamedTuple):
