@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import TypeCheckError
 
+from jaxscale.checks import pip_install
 from jaxscale.sharding import constrain, dp
 
 
@@ -30,7 +31,14 @@ def test_shapes_of_public_functions_are_checked():
         constrain([1.0, 2.0], ("batch",), dp())
 
 
+def test_types_of_functions_without_shapes_are_checked():
+    pytest.importorskip("beartype")
+    with pytest.raises(TypeCheckError, match="extra"):
+        pip_install(3)
+
+
 def test_shape_checks_can_be_switched_off(no_shape_hook):
     assert constrain(jnp.ones(2), ("batch",), dp()).shape == (2,)
+    assert "3" in pip_install(3)
     with pytest.raises(AttributeError):
         constrain([1.0, 2.0], ("batch",), dp())
