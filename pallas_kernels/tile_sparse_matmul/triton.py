@@ -14,8 +14,6 @@ tile, G columns of a tile.
 import dataclasses
 import functools
 import importlib
-import importlib.util
-import os
 from typing import Any, no_type_check
 
 import jax
@@ -25,6 +23,7 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.tile_sparse_matmul.config import TILES
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
+from pallas_kernels.triton_call import check_generation, check_triton, triton_call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,13 +105,12 @@ def tile_sparse_matmul(
     Raises:
         Unsupported: the device, types or tile do not fit, or jax-triton is missing.
     """
-    _check(x, w, device)
+    device = _check(x, w, device)
     x_major, y_major = feature_major
     x = x if x_major else x.T  # [K,M]: a kept row must be one run of memory
     tokens = x.shape[1]
     x = jnp.pad(x, ((0, 0), (0, -tokens % 8)))  # rows start at multiples of 16 bytes
     if launch is None:
-        assert device is not None  # checked
         launch = launch_of(tokens, w.tile, w.tiles, device)
     # jax-triton has no batching rule.
     run = jax.custom_batching.sequential_vmap(
@@ -130,12 +128,9 @@ def tile_sparse_matmul(
     return y[:, :tokens] if y_major else y[:tokens]
 
 
-def _check(x: jax.Array, w: TileSparse, device: DeviceSpec | None) -> None:
-    if device is None or device.compute_capability[0] not in (8, 9):
-        raise Unsupported(
-            "tile_sparse_matmul: the Triton kernel needs an NVIDIA Ampere, Ada or"
-            f" Hopper GPU, got {device and device.name}; use implementation='xla'"
-        )
+def _check(x: jax.Array, w: TileSparse, device: DeviceSpec | None) -> DeviceSpec:
+    """Returns the device if the kernel serves the operands there."""
+    device = check_generation(device, "tile_sparse_matmul")
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         raise Unsupported(
             f"tile_sparse_matmul: operands of type {x.dtype}, the Triton kernel takes"
@@ -147,26 +142,7 @@ def _check(x: jax.Array, w: TileSparse, device: DeviceSpec | None) -> None:
             f" kernel takes tiles of {TILES} and no empty operands; use"
             " implementation='xla'"
         )
-    if importlib.util.find_spec("jax_triton") is None:
-        raise Unsupported(
-            "tile_sparse_matmul: the Triton kernel needs jax-triton; pip install"
-            " '.[triton]' in a clone of jaxscale, or use implementation='xla'"
-        )
-
-
-def _jax_triton() -> Any:
-    """The module jax_triton.
-
-    It empties Triton's cache directory in the environment, without which others who use
-    Triton in the process, `torch.compile` among them, fail.
-    """
-    before = os.environ.get("TRITON_CACHE_DIR")
-    module = importlib.import_module("jax_triton")
-    if before is None:
-        os.environ.pop("TRITON_CACHE_DIR", None)
-    else:
-        os.environ["TRITON_CACHE_DIR"] = before
-    return module
+    return check_triton(device, "tile_sparse_matmul")
 
 
 def _call(
@@ -181,32 +157,29 @@ def _call(
     y_major: bool,
     launch: Launch,
 ) -> jax.Array:
-    jax_triton = _jax_triton()
     (tiles, room, tile), tokens = values.shape, x.shape[1]
-    return jax_triton.triton_call(
-        x,
-        values,
-        rows,
-        counts,
-        counts if bias is None else bias,  # some pointer
-        kernel=tile_sparse_kernel(),
-        out_shape=jax.ShapeDtypeStruct(
-            (features, tokens) if y_major else (tokens, features), x.dtype
-        ),
-        grid=(-(-tokens // launch.block_tokens), tiles),
+    shape = (features, tokens) if y_major else (tokens, features)
+    (y,) = triton_call(
+        tile_sparse_kernel(),
+        (x, values, rows, counts, counts if bias is None else bias),  # some pointer
+        [jax.ShapeDtypeStruct(shape, x.dtype)],
         name="tile_sparse_matmul_triton",
+        grid=(-(-tokens // launch.block_tokens), tiles),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        tokens=tokens,
-        features=features,
-        room=room,
-        tile=tile,
-        block_tokens=launch.block_tokens,
-        step=STEP,
-        has_bias=bias is not None,
-        activation=activation or "none",
-        y_major=y_major,
+        constants={
+            "tokens": tokens,
+            "features": features,
+            "room": room,
+            "tile": tile,
+            "block_tokens": launch.block_tokens,
+            "step": STEP,
+            "has_bias": bias is not None,
+            "activation": activation or "none",
+            "y_major": y_major,
+        },
     )
+    return y
 
 
 @functools.cache
