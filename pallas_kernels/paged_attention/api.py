@@ -17,7 +17,7 @@ from pallas_kernels import tuned_configs
 from pallas_kernels.arrays import concrete
 from pallas_kernels.dispatch import dispatch, no_config, no_derivative
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
-from pallas_kernels.paged_attention import mosaic_gpu, xla
+from pallas_kernels.paged_attention import mosaic_gpu, triton, xla
 from pallas_kernels.paged_attention.config import PagedAttentionConfig
 from pallas_kernels.paged_attention.inputs import FP8, Inputs, Scores
 from pallas_kernels.partition import by_shards
@@ -85,8 +85,11 @@ def paged_attention(
             both fp16; head dims 64, 128 and 256; pages of 8 to 256 tokens of the same
             type, or in fp8 of 64 to 256 with head dims 128 and 256; at most 64 queries
             per key/value head; it takes fp32 memory for the partial sums of every 512
-            tokens that the tables have room for), "xla", a sequence of these, or None
-            for the best that supports the arguments on this device.
+            tokens that the tables have room for), "triton" (kernels for Ampere and
+            later GPUs; bf16 and fp16 with pages of the same type, or in fp8 from
+            compute capability 8.9 on; at most 64 queries per key/value head; needs the
+            extra ``triton``), "xla", a sequence of these, or None for the best that
+            supports the arguments on this device.
         config: tiling of the kernel; None uses a heuristic. XLA refuses one.
 
     Returns:
@@ -183,6 +186,7 @@ def _xla(
 
 IMPLEMENTATIONS: Mapping[str, Callable[..., tuple[Array, Array]]] = {
     "mosaic_gpu": mosaic_gpu.paged_attention,
+    "triton": triton.paged_attention,
     "xla": _xla,
 }
 """Implementations of `paged_attention`, the preferred one first."""

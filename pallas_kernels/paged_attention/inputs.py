@@ -5,10 +5,11 @@ layers, P pages, G tokens of a page, W pages of a row's table.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int
 
 
@@ -45,6 +46,28 @@ class Inputs(NamedTuple):
         """Tokens of each row after the step; none where nothing is new."""
         total = jnp.minimum(self.lengths + self.num_new, self.capacity)
         return jnp.where(self.num_new > 0, total, 0)
+
+
+def one_batch(x: Inputs) -> Inputs:
+    """The arrays, over which `jax.vmap` does not map: kernels have one batch of rows.
+
+    Raises:
+        NotImplementedError: it does.
+    """
+    return Inputs(*_one_batch(*x))
+
+
+@custom_vmap
+def _one_batch(*arrays: Any) -> Any:
+    return arrays
+
+
+@_one_batch.def_vmap
+def _refuse_batch(*_: Any) -> Any:
+    raise NotImplementedError(
+        "paged_attention has a batch of rows and its kernels no other axis; put all"
+        " rows into one call, or use implementation='xla'"
+    )
 
 
 def as_stored(

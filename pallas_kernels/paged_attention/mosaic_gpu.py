@@ -7,11 +7,9 @@ layers, P pages, G tokens of a page, W pages of a row's table.
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Unsupported
@@ -25,7 +23,7 @@ from pallas_kernels.mosaic import (
 )
 from pallas_kernels.paged_attention import mosaic_gpu_kernel
 from pallas_kernels.paged_attention.config import BLOCK, PagedAttentionConfig
-from pallas_kernels.paged_attention.inputs import Inputs, Scores
+from pallas_kernels.paged_attention.inputs import Inputs, Scores, one_batch
 from pallas_kernels.paged_attention.operands import in_order_of_keys
 from pallas_kernels.paged_attention.problem import ROWS, WARPS, Problem
 from pallas_kernels.partition import check_local
@@ -143,26 +141,12 @@ def _check(x: Inputs, group: int, config: PagedAttentionConfig) -> None:
             raise Unsupported(f"paged_attention: {reason}; use implementation='xla'")
 
 
-@custom_vmap
-def _one_batch(*arrays: Array | None) -> tuple[Array | None, ...]:
-    """The arrays, over which `jax.vmap` does not map."""
-    return arrays
-
-
-@_one_batch.def_vmap
-def _refuse_batch(*_: Any) -> Any:
-    raise NotImplementedError(
-        "paged_attention has a batch of rows and its Hopper kernel no other axis;"
-        " put all rows into one call, or use implementation='xla'"
-    )
-
-
 # The layers of a model are traced and lowered once.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _jitted(
     problem: Problem, scores: Scores, device: DeviceSpec, x: Inputs
 ) -> tuple[Array, Array]:
-    x = Inputs(*_one_batch(*x))  # pyright: ignore[reportArgumentType]
+    x = one_batch(x)
     given, structure = jax.tree.flatten(x)
 
     def run(*given: Array) -> tuple[Array, Array]:

@@ -28,7 +28,13 @@ DEVICES = {
 }
 """A100, L40S (and RTX 30 and 40), H200, B200, RTX 50, by compute capability."""
 
-_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+_NAMES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "int32": "i32",
+    "float8_e4m3fn": "fp8e4nv",
+}
 
 
 def compile_for(capability, kernel, dtypes, constants, *, num_warps, num_stages):
