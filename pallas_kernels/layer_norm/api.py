@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tuned_configs
 from pallas_kernels.dispatch import check_floating, dispatch, no_config
-from pallas_kernels.layer_norm import mosaic_gpu, xla
+from pallas_kernels.layer_norm import mosaic_gpu, triton, xla
 from pallas_kernels.layer_norm.config import LayerNormConfig
 from pallas_kernels.mosaic import (
     DeviceSpec,
@@ -62,7 +62,8 @@ def layer_norm(
         eps: added to the variance; zero or positive.
         dtype: type of y; None is that of x.
         implementation: "mosaic_gpu" (Hopper; D a multiple of 64, at most 5120, at least
-            4 rows), "xla", a sequence of these, or None for the best.
+            4 rows), "triton" (Ampere and later; D at most 16,384; needs the extra
+            ``triton``), "xla", a sequence of these, or None for the best.
         config: tiling of the kernel; None uses a heuristic. XLA refuses one.
 
     Returns:
@@ -96,7 +97,7 @@ def layer_norm(
         config=config,
         device=DeviceSpec.current(),
     )
-    implementations = {"mosaic_gpu": _mosaic_gpu, "xla": _xla}
+    implementations = {"mosaic_gpu": _mosaic_gpu, "triton": _triton, "xla": _xla}
 
     def run(*arrays: Array | None) -> Array:
         return dispatch("layer_norm", implementations, implementation, arrays, call)
@@ -139,6 +140,7 @@ class _Call:
     dtype: jnp.dtype
     config: LayerNormConfig | None
     device: DeviceSpec | None
+    triton: bool = False
 
 
 def _xla(arrays: _Arrays, call: _Call) -> Array:
@@ -152,6 +154,16 @@ def _portable(arrays: _Arrays, call: _Call) -> Array:
 
 def _mosaic_gpu(arrays: _Arrays, call: _Call) -> Array:
     check_hopper(call.device, "layer_norm")
+    return _by_kernel(arrays, call)
+
+
+def _triton(arrays: _Arrays, call: _Call) -> Array:
+    no_config("layer_norm", call.config, "Triton")
+    triton.check(arrays[0], call.device)
+    return _by_kernel(arrays, dataclasses.replace(call, triton=True))
+
+
+def _by_kernel(arrays: _Arrays, call: _Call) -> Array:
     check_local("layer_norm", *arrays)
     x, scale, bias, residual, x_bias = arrays
     shape = (math.prod(x.shape[:-1]), x.shape[-1])  # [T,D]
@@ -163,13 +175,16 @@ def _mosaic_gpu(arrays: _Arrays, call: _Call) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _layer_norm(arrays: _Arrays, call: _Call) -> Array:
-    y = mosaic_gpu.layer_norm(
-        *arrays,
-        eps=call.eps,
-        dtype=call.dtype,
-        config=call.config,
-        device=call.device,
-    )
+    if call.triton:
+        y = triton.layer_norm(*arrays, eps=call.eps, dtype=call.dtype)
+    else:
+        y = mosaic_gpu.layer_norm(
+            *arrays,
+            eps=call.eps,
+            dtype=call.dtype,
+            config=call.config,
+            device=call.device,
+        )
     return keep_mark(y, arrays[0])
 
 

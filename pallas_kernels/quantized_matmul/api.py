@@ -26,8 +26,8 @@ from pallas_kernels.mosaic import (
     keep_mark,
     vary_alike,
 )
-from pallas_kernels.partition import by_shards
-from pallas_kernels.quantized_matmul import mosaic_gpu, xla
+from pallas_kernels.partition import by_shards, check_local
+from pallas_kernels.quantized_matmul import mosaic_gpu, triton, xla
 from pallas_kernels.quantized_matmul.config import (
     Problem,
     QuantizedMatmulConfig,
@@ -62,7 +62,9 @@ def quantized_matmul(
         scale: [N] fp32, the scale of each output feature.
         out_dtype: type of y; that of x by default.
         implementation: "mosaic_gpu" (Hopper; bfloat16 x, K a multiple of 64, N of 8),
-            "xla", a sequence of these, or None for the first that can.
+            "triton" (Ampere and later; bfloat16 or float16 x, fp8 from compute
+            capability 8.9 on; needs the extra ``triton``), "xla", a sequence of these,
+            or None for the first that can.
         config: tiling of the kernel; None looks it up in
             `pallas_kernels.tuned_configs`. XLA refuses one given here.
 
@@ -131,7 +133,7 @@ _NO_DERIVATIVE = (
 
 def _run(x: Array, w: Array, scale: Array, call: _Call) -> Array:
     operands = vary_alike(no_derivative((x, w, scale), _NO_DERIVATIVE))
-    implementations = {"mosaic_gpu": _mosaic_gpu, "xla": _xla}
+    implementations = {"mosaic_gpu": _mosaic_gpu, "triton": _triton, "xla": _xla}
     y = dispatch(
         "quantized_matmul", implementations, call.implementation, *operands, call
     )
@@ -141,6 +143,14 @@ def _run(x: Array, w: Array, scale: Array, call: _Call) -> Array:
 def _xla(x: Array, w: Array, scale: Array, call: _Call) -> Array:
     no_config("quantized_matmul", call.config)
     return xla.quantized_matmul(x, w, scale, out_dtype=call.out_dtype)
+
+
+def _triton(x: Array, w: Array, scale: Array, call: _Call) -> Array:
+    no_config("quantized_matmul", call.config, "Triton")
+    check_local("quantized_matmul", x, w, scale)
+    return triton.quantized_matmul(
+        x, w, scale, device=call.device, out_dtype=call.out_dtype
+    )
 
 
 def _mosaic_gpu(x: Array, w: Array, scale: Array, call: _Call) -> Array:

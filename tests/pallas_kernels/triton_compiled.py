@@ -33,6 +33,7 @@ _NAMES = {
     "float16": "fp16",
     "float32": "fp32",
     "int32": "i32",
+    "int8": "i8",
     "float8_e4m3fn": "fp8e4nv",
 }
 

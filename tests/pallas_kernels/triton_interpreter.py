@@ -70,7 +70,7 @@ def _pointer(array):
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
-    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "int32"}
+    names = {"float16": "fp16", "float32": "fp32", "int32": "int32", "int8": "int8"}
     element = tl.dtype(names[array.dtype.name])
     kind = tl.pointer_type(element)
     handle = TensorHandle(np.array([array.ctypes.data], np.uint64), kind)
