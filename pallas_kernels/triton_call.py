@@ -19,27 +19,18 @@ GENERATIONS = (8, 9, 10, 12)
 """First numbers of compute capabilities: Ampere and Ada, Hopper, Blackwell twice."""
 
 
-def check_generation(device: DeviceSpec | None, op_name: str) -> DeviceSpec:
-    """Returns the device if it is one that Triton's kernels are made for.
+def check_triton(device: DeviceSpec | None, op_name: str) -> DeviceSpec:
+    """Returns the device if Triton's kernels run on it.
 
     Raises:
-        Unsupported: there is no NVIDIA GPU, or it is older than Ampere.
+        Unsupported: there is no NVIDIA GPU, it is older than Ampere, or jax-triton is
+            not installed.
     """
     if device is None or device.compute_capability[0] not in GENERATIONS:
         raise Unsupported(
             f"{op_name}: the Triton kernel needs an NVIDIA Ampere, Ada, Hopper or"
             f" Blackwell GPU, got {device and device.name}; use implementation='xla'"
         )
-    return device
-
-
-def check_triton(device: DeviceSpec | None, op_name: str) -> DeviceSpec:
-    """`check_generation`, and whether Triton is there to compile for it.
-
-    Raises:
-        Unsupported: the device is another one, or jax-triton is not installed.
-    """
-    device = check_generation(device, op_name)
     if importlib.util.find_spec("jax_triton") is None:
         raise Unsupported(
             f"{op_name}: the Triton kernel needs jax-triton; pip install '.[triton]' in"

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -303,16 +303,25 @@ def _grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
     """The gradient of x: sparse if the transpose has tiles, otherwise dense."""
     return dispatch(
         f"{_OP} (gradient of x)",
-        {"mosaic_gpu": _sparse_grad_inputs, "dense": _dense_grad_inputs},
+        {
+            "mosaic_gpu": functools.partial(_sparse_grad_inputs, _mosaic_gpu),
+            "triton": functools.partial(_sparse_grad_inputs, _triton),
+            "dense": _dense_grad_inputs,
+        },
         None,
         dy,
         w,
         call,
-        declines={"mosaic_gpu": functools.partial(_declines_transposed, dy, w, call)},
+        declines={
+            name: functools.partial(_declines_transposed, name, dy, w, call)
+            for name in _KERNELS
+        },
     )
 
 
-def _declines_transposed(dy: jax.Array, w: TileSparse, call: _Call) -> str | None:
+def _declines_transposed(
+    name: str, dy: jax.Array, w: TileSparse, call: _Call
+) -> str | None:
     """Say why a dense matmul should give the gradient of x, or None."""
     if not has_tiles(w):
         return (
@@ -323,17 +332,19 @@ def _declines_transposed(dy: jax.Array, w: TileSparse, call: _Call) -> str | Non
         # Its tiles have 64 columns and share less.
         return "more than half of the rows are kept, so a dense product is faster"
     names = _names(call)
-    if "mosaic_gpu" not in names:
+    if name not in names:
         return f"implementation {names} was asked for"
     y_major = call.feature_major[1]
     forth = dataclasses.replace(call, feature_major=(y_major, y_major))
     return _declines(dy, w, forth) if call.implementation is None else None
 
 
-def _sparse_grad_inputs(dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
+def _sparse_grad_inputs(
+    kernel: Callable[..., jax.Array], dy: jax.Array, w: TileSparse, call: _Call
+) -> jax.Array:
     x_major, y_major = call.feature_major
     back = dataclasses.replace(call, feature_major=(y_major, x_major), config=None)
-    dx = _mosaic_gpu(dy, transposed(w), None, None, back)
+    dx = kernel(dy, transposed(w), None, None, back)
     return keep_mark(dx, dy)
 
 
@@ -400,17 +411,18 @@ def _run(
 
 def _run_grad(x: jax.Array, dy: jax.Array, w: TileSparse, call: _Call) -> jax.Array:
     """The gradient of the values, by the first implementation that supports it."""
-    names: str | tuple[str, ...] | None = call.implementation
-    if names is not None and "triton" in _names(call):  # which has no kernel for it
-        names = tuple(name for name in _names(call) if name != "triton") or None
     grad = dispatch(
         f"{_OP} (gradient of the values)",
-        {"mosaic_gpu": _grad_mosaic_gpu, "xla": xla.grad_values},
-        names,
+        {
+            "mosaic_gpu": _grad_mosaic_gpu,
+            "triton": _grad_triton,
+            "xla": xla.grad_values,
+        },
+        call.implementation,
         x,
         dy,
         w,
-        declines={"mosaic_gpu": functools.partial(_declines, x, w, call)},
+        declines=dict.fromkeys(_KERNELS, functools.partial(_declines, x, w, call)),
         feature_major=call.feature_major,
     )
     return keep_mark(grad, x)
@@ -462,6 +474,15 @@ def _mosaic_gpu(
         feature_major=call.feature_major,
         config=config,
         device=device,
+    )
+
+
+def _grad_triton(
+    x: jax.Array, dy: jax.Array, w: TileSparse, *, feature_major: tuple[bool, bool]
+) -> jax.Array:
+    check_local(_OP, x, w.values)
+    return triton.grad_values(
+        x, dy, w, feature_major=feature_major, device=DeviceSpec.current()
     )
 
 

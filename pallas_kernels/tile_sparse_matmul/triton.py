@@ -9,12 +9,10 @@ Axes: M tokens, K input features, N packed output features, T tiles, P row capac
 tile, G columns of a tile.
 """
 
-# ruff: noqa: ANN001, ANN202
-
 import dataclasses
 import functools
 import importlib
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +21,7 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.tile_sparse_matmul.config import TILES
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
-from pallas_kernels.triton_call import check_generation, check_triton, triton_call
+from pallas_kernels.triton_call import check_triton, triton_call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,9 +126,103 @@ def tile_sparse_matmul(
     return y[:, :tokens] if y_major else y[:tokens]
 
 
+def grad_values(
+    x: jax.Array,
+    dy: jax.Array,
+    w: TileSparse,
+    *,
+    feature_major: tuple[bool, bool],
+    device: DeviceSpec | None,
+) -> jax.Array:
+    """The gradient of the values, with fp32 sums.
+
+    Args:
+        x: [M,K] activations, or [K,M]; bfloat16 or float16.
+        dy: [M,N] gradient of the packed output, or [N,M], of the type of x.
+        w: weight.
+        feature_major: how x and dy are stored.
+        device: the GPU at hand.
+
+    Returns:
+        [T,P,G] of the type of the values, zero past the counts.
+
+    Raises:
+        Unsupported: the device, types or tile do not fit, or jax-triton is missing.
+    """
+    device = _check(x, w, device)
+    x_major, y_major = feature_major
+    x = x if x_major else x.T  # [K,M]: a kept row must be one run of memory
+    tokens = x.shape[1]
+    aligned = ((0, 0), (0, -tokens % 8))  # rows start at multiples of 16 bytes
+    x = jnp.pad(x, aligned)
+    dy = jnp.pad(dy, aligned) if y_major else dy
+    run = jax.custom_batching.sequential_vmap(
+        functools.partial(_call_grad, tokens=tokens, y_major=y_major, device=device)
+    )
+    return run(x, dy, w.values, w.rows, w.counts)
+
+
+def grad_launch_of(tile: int, device: DeviceSpec) -> Launch:
+    """Choose the launch of the gradient; its block is of rows, not of tokens."""
+    return Launch(
+        block_tokens=64 if tile == 256 else 128,
+        num_warps=8 if tile >= 128 else 4,
+        num_stages=3 if device.smem_bytes > 150_000 else 2,
+    )
+
+
+def grad_constants(
+    x: Any, values: Any, tokens: int, features: int, y_major: bool, launch: Launch
+) -> dict[str, Any]:
+    """The constants of the kernel of the gradient."""
+    _, room, tile = values.shape
+    return {
+        "tokens": tokens,
+        "stride": x.shape[1],
+        "features": features,
+        "room": room,
+        "tile": tile,
+        "block_rows": launch.block_tokens,
+        "step": STEP,
+        "y_major": y_major,
+    }
+
+
+def _call_grad(
+    x: jax.Array,
+    dy: jax.Array,
+    values: jax.Array,
+    rows: jax.Array,
+    counts: jax.Array,
+    *,
+    tokens: int,
+    y_major: bool,
+    device: DeviceSpec,
+) -> jax.Array:
+    tiles, room, tile = values.shape
+    launch = grad_launch_of(tile, device)
+    features = dy.shape[0 if y_major else 1]
+    (grad,) = triton_call(
+        kernels().gradient_of_values,
+        (x, dy, rows, counts),
+        [jax.ShapeDtypeStruct(values.shape, values.dtype)],
+        name="tile_sparse_matmul_grad_triton",
+        grid=(-(-room // launch.block_tokens), tiles),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        constants=grad_constants(x, values, tokens, features, y_major, launch),
+    )
+    return grad
+
+
+def kernels() -> Any:
+    """The kernels; imported here because Triton may not be installed."""
+    return importlib.import_module("pallas_kernels.tile_sparse_matmul.triton_kernels")
+
+
 def _check(x: jax.Array, w: TileSparse, device: DeviceSpec | None) -> DeviceSpec:
     """Returns the device if the kernel serves the operands there."""
-    device = check_generation(device, "tile_sparse_matmul")
+    device = check_triton(device, "tile_sparse_matmul")
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         raise Unsupported(
             f"tile_sparse_matmul: operands of type {x.dtype}, the Triton kernel takes"
@@ -142,7 +234,7 @@ def _check(x: jax.Array, w: TileSparse, device: DeviceSpec | None) -> DeviceSpec
             f" kernel takes tiles of {TILES} and no empty operands; use"
             " implementation='xla'"
         )
-    return check_triton(device, "tile_sparse_matmul")
+    return device
 
 
 def _call(
@@ -160,7 +252,7 @@ def _call(
     (tiles, room, tile), tokens = values.shape, x.shape[1]
     shape = (features, tokens) if y_major else (tokens, features)
     (y,) = triton_call(
-        tile_sparse_kernel(),
+        kernels().multiply,
         (x, values, rows, counts, counts if bias is None else bias),  # some pointer
         [jax.ShapeDtypeStruct(shape, x.dtype)],
         name="tile_sparse_matmul_triton",
@@ -180,76 +272,3 @@ def _call(
         },
     )
     return y
-
-
-@functools.cache
-def tile_sparse_kernel() -> Any:
-    """The Triton function; made here because Triton may not be installed."""
-    # Names as Triton's compiler must find them beside the source of the kernel.
-    triton: Any = importlib.import_module("triton")
-    tl: Any = importlib.import_module("triton.language")
-
-    @triton.jit
-    @no_type_check
-    def kernel(
-        x,
-        values,
-        rows,
-        counts,
-        bias,
-        out,
-        tokens: tl.constexpr,
-        features: tl.constexpr,
-        room: tl.constexpr,
-        tile: tl.constexpr,
-        block_tokens: tl.constexpr,
-        step: tl.constexpr,
-        has_bias: tl.constexpr,
-        activation: tl.constexpr,
-        y_major: tl.constexpr,
-    ):
-        """One tile of features by `block_tokens` tokens of ``values^T x[rows]``.
-
-        x is [K,M]; out is [N,M], or [M,N] unless `y_major`.
-        """
-        # Programs that run together share a tile of the weight.
-        block, number = tl.program_id(0), tl.program_id(1)
-        token = block * block_tokens + tl.arange(0, block_tokens)
-        token = tl.max_contiguous(tl.multiple_of(token, block_tokens), block_tokens)
-        column = tl.arange(0, tile)
-        count = tl.load(counts + number)
-        sums = tl.zeros((tile, block_tokens), tl.float32)
-        for first in range(0, count, step):
-            place = number * room + first + tl.arange(0, step)
-            row = tl.load(rows + place)
-            source = x + row.to(tl.int64)[:, None] * tokens + token[None, :]
-            if tokens % block_tokens == 0:
-                part = tl.load(source)
-            else:
-                part = tl.load(source, mask=token[None, :] < tokens, other=0.0)
-            weight = tl.load(
-                values + place.to(tl.int64)[:, None] * tile + column[None, :]
-            )
-            sums = tl.dot(tl.trans(weight), part, sums)
-        feature = number * tile + column
-        inside = (feature[:, None] < features) & (token[None, :] < tokens)
-        if has_bias:
-            shift = tl.load(bias + feature, mask=feature < features, other=0.0)
-            sums += shift.to(tl.float32)[:, None]
-        if activation == "relu":
-            sums = tl.maximum(sums, 0.0)
-        elif activation == "silu":
-            sums = sums * tl.sigmoid(sums)
-        elif activation == "gelu":
-            sums = 0.5 * sums * (1.0 + tl.erf(sums * 0.7071067811865476))
-        elif activation == "gelu_tanh":
-            # (1 + tanh(u)) / 2 = sigmoid(2 u)
-            cubic = sums + 0.044715 * sums * sums * sums
-            sums = sums * tl.sigmoid(1.5957691216057308 * cubic)
-        if y_major:
-            target = out + feature.to(tl.int64)[:, None] * tokens + token[None, :]
-        else:
-            target = out + token.to(tl.int64)[None, :] * features + feature[:, None]
-        tl.store(target, sums.to(out.dtype.element_ty), mask=inside)
-
-    return kernel

@@ -28,6 +28,9 @@ DEVICES = {
 }
 """A100, L40S (and RTX 30 and 40), H200, B200, RTX 50, by compute capability."""
 
+TENSOR_CORES = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
+"""Their instructions where they are not ``mma.sync``."""
+
 _NAMES = {
     "bfloat16": "bf16",
     "float16": "fp16",

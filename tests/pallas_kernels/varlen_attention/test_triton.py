@@ -9,7 +9,7 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.varlen_attention import triton, varlen_attention
 from pallas_kernels.varlen_attention.inputs import Inputs, Scores
-from tests.pallas_kernels.triton_compiled import DEVICES, compile_for
+from tests.pallas_kernels.triton_compiled import DEVICES, TENSOR_CORES, compile_for
 from tests.pallas_kernels.triton_interpreter import interpreted
 from tests.pallas_kernels.varlen_attention import cases
 from tests.pallas_kernels.varlen_attention.test_xla import assert_matches
@@ -155,8 +155,7 @@ def test_kernels_compile(name, capability, head_dim):
     assert stack <= 32
     ptx = found.asm["ptx"]
     assert "cp.async" in ptx
-    tensor_cores = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
-    assert tensor_cores.get(capability, "mma.sync") in ptx
+    assert TENSOR_CORES.get(capability, "mma.sync") in ptx
 
 
 def test_what_it_cannot_do_is_said(monkeypatch):
