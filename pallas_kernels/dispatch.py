@@ -5,10 +5,12 @@ next one"; `ValueError` and `TypeError` mean that the caller made a mistake, and
 the loop at once.
 """
 
+import contextlib
+import contextvars
 import functools
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +20,9 @@ import jax.numpy as jnp
 logger = logging.getLogger("pallas_kernels")
 
 _logged: set[tuple[str, str, str]] = set()
+_choices: contextvars.ContextVar[list[tuple[str, str]] | None] = contextvars.ContextVar(
+    "choices", default=None
+)
 
 
 class Unsupported(NotImplementedError):
@@ -107,6 +112,25 @@ def dispatch(
     raise ExceptionGroup(
         f"no implementation of {op_name} supports the arguments ({reasons})", errors
     )
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[str, str]]]:
+    """The choices that `dispatch` makes inside: names of ops and implementations.
+
+    Example:
+        >>> with recorded() as choices:
+        ...     dispatch("double", {"xla": lambda x: 2 * x}, None, 21)
+        42
+        >>> choices
+        [('double', 'xla')]
+    """
+    choices: list[tuple[str, str]] = []
+    token = _choices.set(choices)
+    try:
+        yield choices
+    finally:
+        _choices.reset(token)
 
 
 def as_hashable(
@@ -204,6 +228,8 @@ def _reasons(names: Sequence[str], errors: Sequence[Unsupported]) -> str:
 
 
 def _log_once(op_name: str, name: str, reasons: str) -> None:
+    if (choices := _choices.get()) is not None:
+        choices.append((op_name, name))
     # Numbers differ with each shape of a model.
     choice = op_name, name, re.sub(r"\d+", "0", reasons)
     if choice not in _logged:

@@ -42,6 +42,19 @@ def announce_devices() -> None:
             "this machine has an NVIDIA GPU, and this JAX is built for CPUs alone: "
             + pip_install("cuda13")
         )
+    if devices[0].platform == "gpu":
+        _announce_kernels()
+
+
+def _announce_kernels() -> None:
+    """Say which kernels run on the GPU, and what more an extra would bring."""
+    # Here, because it imports every op.
+    from pallas_kernels.implementations import implementations, summary
+
+    found = implementations()
+    notice(f"kernels: {summary(found)}")
+    if not {"mosaic_gpu", "triton"} & set(found.values()):
+        notice("kernels in Triton for this GPU: " + pip_install("triton"))
 
 
 def _asked_for_cpu() -> bool:

@@ -13,6 +13,8 @@ import pytest
 from jaxscale import cli
 from jaxscale.cli import devices
 from jaxscale.cli.notices import library_notices
+from pallas_kernels import H200, use_device
+from tests.pallas_kernels.triton_compiled import DEVICES
 
 
 # Ends the process at the first import of what takes long to load.
@@ -105,6 +107,7 @@ def test_a_gpu_that_jax_cannot_use_is_said(
     monkeypatch.setattr(jax, "devices", lambda: [kind, kind])
     monkeypatch.setattr(devices, "_asked_for_cpu", lambda: asked == "cpu")
     monkeypatch.setattr(devices, "_has_gpu", lambda: gpu)
+    monkeypatch.setattr(devices, "_announce_kernels", lambda: None)
     devices.announce_devices()
     first, *rest = capsys.readouterr().err.splitlines()
     assert first == "jaxscale: devices: 2 x a kind"
@@ -112,6 +115,21 @@ def test_a_gpu_that_jax_cannot_use_is_said(
     if told:
         assert "has an NVIDIA GPU, and this JAX is built for CPUs" in rest[0]
         assert "[cuda13]" in rest[0]
+
+
+def test_the_kernels_of_a_gpu_are_said_in_a_line(monkeypatch, capsys):
+    kind = SimpleNamespace(platform="gpu", device_kind="a kind")
+    monkeypatch.setattr(jax, "devices", lambda: [kind])
+    for spec, line, more in (
+        (H200, "mosaic_gpu for varlen_attention, ", []),
+        (DEVICES[80], "xla for varlen_attention, ", ["[triton]"]),
+    ):
+        with use_device(spec):
+            devices.announce_devices()
+        _, kernels, *hints = capsys.readouterr().err.splitlines()
+        assert kernels.startswith(f"jaxscale: kernels: {line}")
+        assert len(hints) == len(more)
+        assert all(word in hint for word, hint in zip(more, hints, strict=True))
 
 
 def test_a_gpu_is_known_by_its_driver_or_its_tool(monkeypatch, tmp_path):
