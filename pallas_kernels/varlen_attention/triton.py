@@ -61,7 +61,10 @@ def launch_of(kernel: str, head_dim: int, device: DeviceSpec) -> Launch:
     memory = "large" if device.smem_bytes > 200_000 else "middle"
     if device.smem_bytes < 150_000:
         memory = "small"
-    block_q, block_k, num_warps, num_stages = _LAUNCHES[kernel, memory][size]
+    tiles = _LAUNCHES[kernel, memory]
+    if device.compute_capability[0] == 10:  # sums are in the memory of tensor cores
+        tiles = _LAUNCHES.get((kernel, "B200"), tiles)
+    block_q, block_k, num_warps, num_stages = tiles[size]
     return Launch(
         block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=num_stages
     )
@@ -77,13 +80,13 @@ _LAUNCHES = {
         256: (64, 32, 8, 2),
     },
     ("forward", "middle"): {
-        64: (128, 64, 4, 3),
+        64: (128, 64, 8, 3),
         128: (128, 64, 8, 3),
         256: (64, 32, 8, 2),
     },
     ("forward", "small"): {
         64: (128, 64, 8, 3),
-        128: (128, 64, 8, 2),
+        128: (128, 64, 8, 3),
         256: (64, 32, 8, 2),
     },
     ("gradient_of_queries", "large"): {
@@ -93,18 +96,23 @@ _LAUNCHES = {
     },
     ("gradient_of_queries", "middle"): {
         64: (64, 64, 4, 3),
-        128: (64, 64, 4, 3),
+        128: (128, 64, 8, 3),
         256: (64, 64, 8, 2),
     },
     ("gradient_of_queries", "small"): {
-        64: (64, 64, 4, 2),
+        64: (64, 64, 4, 3),
         128: (64, 64, 8, 2),
         256: (32, 32, 4, 2),
     },
     ("gradient_of_keys", "large"): {
-        64: (32, 128, 8, 3),
-        128: (32, 64, 8, 2),
+        64: (32, 128, 8, 2),
+        128: (32, 128, 8, 2),
         256: (16, 64, 8, 2),
+    },
+    ("gradient_of_keys", "B200"): {
+        64: (64, 128, 8, 1),
+        128: (64, 128, 8, 1),
+        256: (64, 64, 8, 1),
     },
     ("gradient_of_keys", "middle"): {
         64: (32, 128, 8, 2),
@@ -112,7 +120,7 @@ _LAUNCHES = {
         256: (16, 64, 8, 2),
     },
     ("gradient_of_keys", "small"): {
-        64: (32, 64, 4, 2),
+        64: (64, 32, 4, 2),
         128: (64, 64, 8, 2),
         256: (16, 64, 8, 2),
     },
@@ -260,7 +268,10 @@ class _Kernels:
     ) -> tuple[Array, ...]:
         x = x.with_known()
         rows, _, heads, _ = x.q.shape
-        lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)  # of what sees nothing
+        # To the base 2; of what sees nothing, no weight.
+        lse = jnp.where(lse > -jnp.inf, lse * math.log2(math.e), jnp.inf)
+        # Queries of a head are neighbors: [R, N, T].
+        lse, delta = lse.swapaxes(1, 2), delta.swapaxes(1, 2)
         slopes = _pointer(x.slopes)
         launch = self._launch("gradient_of_queries", x)
         table = _tables(x, launch.block_q)

@@ -89,6 +89,28 @@ def _phases(start, stop, all_start, all_stop, block: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def _step(number, start, whole, ragged, block: tl.constexpr, masked: tl.constexpr):
+    """Where a step begins: of those without a mask, or of those before and after."""
+    if masked:
+        before = tl.cdiv(whole - start, block)
+        first = tl.where(number < before, start, ragged - before * block)
+    else:
+        first = whole
+    return first + number * block
+
+
+@triton.jit
+@no_type_check
+def _number_of_steps(
+    start, stop, whole, ragged, block: tl.constexpr, masked: tl.constexpr
+):
+    if masked:
+        return tl.cdiv(whole - start, block) + tl.cdiv(stop - ragged, block)
+    return (ragged - whole) // block
+
+
+@triton.jit
+@no_type_check
 def _visible(i, j, shift, end_i, end_j, left: tl.constexpr, right: tl.constexpr):
     """Whether query i sees key j; both broadcast."""
     seen = (i < end_i) & (j < end_j)
@@ -101,13 +123,30 @@ def _visible(i, j, shift, end_i, end_j, left: tl.constexpr, right: tl.constexpr)
 
 @triton.jit
 @no_type_check
-def _tile(a, rows, stride, columns, inside, width: tl.constexpr, block: tl.constexpr):
-    """[rows, block] of a matrix of `width` columns, zero where not `inside`."""
+def _tile(
+    a, rows, stride, columns, inside,
+    width: tl.constexpr, block: tl.constexpr, masked: tl.constexpr,
+):  # fmt: skip
+    """[rows, block] of a matrix of `width` columns; where `masked`, zeros outside."""
     place = a + rows[:, None] * stride + columns[None, :]
-    mask = inside[:, None]
+    if masked and width != block:
+        return tl.load(
+            place, mask=inside[:, None] & (columns < width)[None, :], other=0.0
+        )
+    if masked:
+        return tl.load(place, mask=inside[:, None], other=0.0)
     if width != block:
-        mask = mask & (columns < width)[None, :]
-    return tl.load(place, mask=mask, other=0.0)
+        return tl.load(place, mask=(columns < width)[None, :], other=0.0)
+    return tl.load(place)
+
+
+@triton.jit
+@no_type_check
+def _numbers(a, rows, inside, other: tl.constexpr, masked: tl.constexpr):
+    """A number for each row; where `masked`, `other` outside."""
+    if masked:
+        return tl.load(a + rows, mask=inside, other=other)
+    return tl.load(a + rows)
 
 
 @triton.jit
@@ -118,29 +157,39 @@ def _attend(
     kv_heads: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_k: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
-    left: tl.constexpr, right: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax of a tile of queries over the keys from `start` to `stop`."""
+    """The online softmax of a tile of queries over keys from `start` to `stop`."""
     columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
     shift = end_k - end
-    for first in range(start, stop, block_k):
+    steps = _number_of_steps(start, stop, whole, ragged, block_k, masked)
+    for number in range(steps):
+        first = _step(number, start, whole, ragged, block_k, masked)
         j = first + tl.arange(0, block_k)
         inside = j < end_k
-        keys = _tile(k, j, kv_heads * head_dim, columns_h, inside, head_dim, block_h)
+        keys = _tile(
+            k, j, kv_heads * head_dim, columns_h, inside, head_dim, block_h, masked
+        )
         products = tl.dot(q, tl.trans(keys))
-        distance = i[:, None] + shift - j[None, :]
-        scores, _ = _scores(products, distance, slope, scale, softcap)
-        if (first < whole) | (first >= ragged):
+        # Of products alone the maximum is taken first, and the scale is part of the
+        # multiply-add of the exponent.
+        plain: tl.constexpr = softcap == 0 and slope is None and scale > 0
+        factor: tl.constexpr = scale * _LOG2_E if plain else 1.0
+        scores = products
+        if not plain:
+            distance = i[:, None] + shift - j[None, :]
+            scores, _ = _scores(products, distance, slope, scale, softcap)
+        if masked:
             seen = _visible(i[:, None], j[None, :], shift, end, end_k, left, right)
             scores = tl.where(seen, scores, float("-inf"))
-        new = tl.maximum(most, tl.max(scores, 1))
+        new = tl.maximum(most, tl.max(scores, 1) * factor)
         # A query that has seen nothing yet: -inf - -inf is no number.
-        shared = tl.where(new == float("-inf"), 0.0, new)
-        weights = tl.exp2(scores - shared[:, None])
+        shared = tl.where(new == float("-inf"), 0.0, new) if masked else new
+        weights = tl.exp2(scores * factor - shared[:, None])
         before = tl.exp2(most - shared)
         total = total * before + tl.sum(weights, 1)
         values = _tile(
-            v, j, kv_heads * value_dim, columns_v, inside, value_dim, block_v
+            v, j, kv_heads * value_dim, columns_v, inside, value_dim, block_v, masked
         )
         sums = tl.dot(weights.to(v.dtype.element_ty), values, sums * before[:, None])
         most = new
@@ -180,7 +229,7 @@ def forward(
     v += row * (keys * kv_heads * value_dim) + kv_head * value_dim
     i = first + tl.arange(0, block_q)
     columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
-    q_tile = _tile(q, i, heads * head_dim, columns_h, i < end, head_dim, block_h)
+    q_tile = _tile(q, i, heads * head_dim, columns_h, i < end, head_dim, block_h, True)
     slope = None
     if has_slopes:
         slope = tl.load(slopes + row * heads + head)
@@ -203,7 +252,13 @@ def forward(
         sums, most, total, q_tile, k, v, i,
         start, stop, whole, ragged, end, end_k, slope,
         kv_heads, head_dim, value_dim, block_k, block_h, block_v,
-        scale, softcap, left, right,
+        scale, softcap, left, right, False,
+    )  # fmt: skip
+    sums, most, total = _attend(
+        sums, most, total, q_tile, k, v, i,
+        start, stop, whole, ragged, end, end_k, slope,
+        kv_heads, head_dim, value_dim, block_k, block_h, block_v,
+        scale, softcap, left, right, True,
     )  # fmt: skip
 
     inside = i < end
@@ -231,23 +286,27 @@ def _query_gradient(
     block_k: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
     left: tl.constexpr, right: tl.constexpr,
-    has_slopes: tl.constexpr,
+    has_slopes: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys from `start` to `stop` give to dq / scale and the slope."""
+    """Add what keys from `start` to `stop` give to dq / scale and the slope."""
     columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
     shift = end_k - end
-    for first in range(start, stop, block_k):
+    steps = _number_of_steps(start, stop, whole, ragged, block_k, masked)
+    for number in range(steps):
+        first = _step(number, start, whole, ragged, block_k, masked)
         j = first + tl.arange(0, block_k)
         inside = j < end_k
-        keys = _tile(k, j, kv_heads * head_dim, columns_h, inside, head_dim, block_h)
+        keys = _tile(
+            k, j, kv_heads * head_dim, columns_h, inside, head_dim, block_h, masked
+        )
         values = _tile(
-            v, j, kv_heads * value_dim, columns_v, inside, value_dim, block_v
+            v, j, kv_heads * value_dim, columns_v, inside, value_dim, block_v, masked
         )
         products = tl.dot(q, tl.trans(keys))
         distance = i[:, None] + shift - j[None, :]
         scores, derivative = _scores(products, distance, slope, scale, softcap)
         weights = tl.exp2(scores - logs[:, None])
-        if (first < whole) | (first >= ragged):
+        if masked:
             seen = _visible(i[:, None], j[None, :], shift, end, end_k, left, right)
             weights = tl.where(seen, weights, 0.0)
         gradient = weights * (tl.dot(dout, tl.trans(values)) - delta[:, None])
@@ -272,7 +331,8 @@ def gradient_of_queries(
 ):  # fmt: skip
     """A tile of queries of one head: dq, and its part of the gradient of the slope.
 
-    lse [R,T,N] is +inf for queries that see nothing; dslopes is [R,tiles,N].
+    lse and delta are [R,N,T], where the queries of a head are neighbors; lse is to the
+    base 2, and +inf for queries that see nothing. dslopes is [R,tiles,N].
     """
     tiles = tl.num_programs(0)
     tile = tiles - 1 - tl.program_id(0)
@@ -293,10 +353,12 @@ def gradient_of_queries(
     # Rows past the last sequence may hold anything in dout, and see no keys.
     inside = (i < end) & (end_k >= 0)
     columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
-    q_tile = _tile(q, i, heads * head_dim, columns_h, inside, head_dim, block_h)
-    dout_tile = _tile(dout, i, heads * value_dim, columns_v, inside, value_dim, block_v)
-    numbers = (row * queries + i) * heads + head
-    logs = tl.load(lse + numbers, mask=inside, other=float("inf")) * _LOG2_E
+    q_tile = _tile(q, i, heads * head_dim, columns_h, inside, head_dim, block_h, True)
+    dout_tile = _tile(
+        dout, i, heads * value_dim, columns_v, inside, value_dim, block_v, True
+    )
+    numbers = (row * heads + head) * queries + i
+    logs = tl.load(lse + numbers, mask=inside, other=float("inf"))
     deltas = tl.load(delta + numbers, mask=inside, other=0.0)
     slope = None
     if has_slopes:
@@ -313,7 +375,13 @@ def gradient_of_queries(
         sums, by_slope, q_tile, dout_tile, logs, deltas, k, v, i,
         start, stop, whole, ragged, end, end_k, slope,
         kv_heads, head_dim, value_dim, block_k, block_h, block_v,
-        scale, softcap, left, right, has_slopes,
+        scale, softcap, left, right, has_slopes, False,
+    )  # fmt: skip
+    sums, by_slope = _query_gradient(
+        sums, by_slope, q_tile, dout_tile, logs, deltas, k, v, i,
+        start, stop, whole, ragged, end, end_k, slope,
+        kv_heads, head_dim, value_dim, block_k, block_h, block_v,
+        scale, softcap, left, right, has_slopes, True,
     )  # fmt: skip
 
     place = (row * queries + i)[:, None] * (heads * head_dim)
@@ -332,25 +400,29 @@ def _key_gradient(
     heads: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_q: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
-    left: tl.constexpr, right: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries from `start` to `stop` of a head give to dk / scale, dv."""
+    """Add what queries from `start` to `stop` of a head give to dk / scale, dv."""
     columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
     shift = end - end_q
-    for first in range(start, stop, block_q):
+    steps = _number_of_steps(start, stop, whole, ragged, block_q, masked)
+    for number in range(steps):
+        first = _step(number, start, whole, ragged, block_q, masked)
         i = first + tl.arange(0, block_q)
         inside = i < end_q
-        q_tile = _tile(q, i, heads * head_dim, columns_h, inside, head_dim, block_h)
-        dout_tile = _tile(
-            dout, i, heads * value_dim, columns_v, inside, value_dim, block_v
+        q_tile = _tile(
+            q, i, heads * head_dim, columns_h, inside, head_dim, block_h, masked
         )
-        logs = tl.load(lse + i * heads, mask=inside, other=float("inf")) * _LOG2_E
-        deltas = tl.load(delta + i * heads, mask=inside, other=0.0)
+        dout_tile = _tile(
+            dout, i, heads * value_dim, columns_v, inside, value_dim, block_v, masked
+        )
+        logs = _numbers(lse, i, inside, float("inf"), masked)
+        deltas = _numbers(delta, i, inside, 0.0, masked)
         products = tl.dot(k, tl.trans(q_tile))  # [keys, queries]
         distance = i[None, :] + shift - j[:, None]
         scores, derivative = _scores(products, distance, slope, scale, softcap)
         weights = tl.exp2(scores - logs[None, :])
-        if (first < whole) | (first >= ragged):
+        if masked:
             seen = _visible(i[None, :], j[:, None], shift, end_q, end, left, right)
             weights = tl.where(seen, weights, 0.0)
         dv = tl.dot(weights.to(v.dtype), dout_tile, dv)
@@ -393,8 +465,12 @@ def gradient_of_keys(
     j = first + tl.arange(0, block_k)
     inside = (j < end) & (end_q >= 0)
     columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
-    k_tile = _tile(k, j, kv_heads * head_dim, columns_h, inside, head_dim, block_h)
-    v_tile = _tile(v, j, kv_heads * value_dim, columns_v, inside, value_dim, block_v)
+    k_tile = _tile(
+        k, j, kv_heads * head_dim, columns_h, inside, head_dim, block_h, True
+    )
+    v_tile = _tile(
+        v, j, kv_heads * value_dim, columns_v, inside, value_dim, block_v, True
+    )
     dk_sums = tl.zeros((block_k, block_h), tl.float32)
     dv_sums = tl.zeros((block_k, block_v), tl.float32)
 
@@ -412,9 +488,17 @@ def gradient_of_keys(
         q_head, dout_head = q + head * head_dim, dout + head * value_dim
         dk_sums, dv_sums = _key_gradient(
             dk_sums, dv_sums, k_tile, v_tile, q_head, dout_head,
-            lse + head, delta + head, j, start, stop, whole, ragged, end, end_q, slope,
+            lse + head * queries, delta + head * queries, j,
+            start, stop, whole, ragged, end, end_q, slope,
             heads, head_dim, value_dim, block_q, block_h, block_v,
-            scale, softcap, left, right,
+            scale, softcap, left, right, False,
+        )  # fmt: skip
+        dk_sums, dv_sums = _key_gradient(
+            dk_sums, dv_sums, k_tile, v_tile, q_head, dout_head,
+            lse + head * queries, delta + head * queries, j,
+            start, stop, whole, ragged, end, end_q, slope,
+            heads, head_dim, value_dim, block_q, block_h, block_v,
+            scale, softcap, left, right, True,
         )  # fmt: skip
 
     rows = (row * keys + j)[:, None]

