@@ -3,7 +3,7 @@
 Where `adds` is true a bias and a residual are added first, as behind a matmul:
 ``norm(x + x_bias + residual)``.
 
-- ``mosaic_gpu``, ``xla``: `layer_norm`.
+- ``mosaic_gpu``, ``triton``, ``xla``: `layer_norm`.
 - ``torch``: `torch.nn.functional.layer_norm`, what is added by itself;
   ``torch_compile``: the same compiled, which makes one kernel of it.
 """
@@ -108,6 +108,7 @@ BENCHMARK = Benchmark(
     reference=reference,
     implementations={
         "mosaic_gpu": normalized("mosaic_gpu"),
+        "triton": normalized("triton"),
         "xla": normalized("xla"),
         "torch": torch_norm(compiled=False),
         "torch_compile": torch_norm(compiled=True),

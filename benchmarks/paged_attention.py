@@ -355,6 +355,7 @@ BENCHMARK = Benchmark(
     reference=definition,
     implementations={
         "mosaic_gpu": ours("mosaic_gpu"),
+        "triton": ours("triton"),
         "xla": ours("xla"),
         "cudnn": Jax(cudnn, jit=False),
         "jax_paged": Jax(jax_paged, jit=False),

@@ -70,6 +70,7 @@ BENCHMARK = Benchmark(
     ),
     implementations={
         "mosaic_gpu": quantized("mosaic_gpu"),
+        "triton": quantized("triton"),
         "xla": quantized("xla"),
         "dense": Jax(dense),
     },

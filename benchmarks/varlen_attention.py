@@ -53,6 +53,7 @@ from pallas_kernels.varlen_attention.specs import (
 FORMS: Mapping[str, Callable[[VarlenSpec, bool], Form]] = {
     "mosaic_gpu": functools.partial(baselines.ours, "mosaic_gpu"),
     "mosaic_gpu_static": baselines.whole_rows,
+    "triton": functools.partial(baselines.ours, "triton"),
     "xla": functools.partial(baselines.ours, "xla"),
     "cudnn_packed": baselines.cudnn_packed,
     "cudnn_padded": baselines.cudnn_padded,
