@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.varlen_attention.relative import RelativeBuckets
 from pallas_kernels.varlen_attention.segments import Window
 
@@ -121,6 +122,36 @@ class Passes(typing.Protocol):
         past the last sequence, which may hold anything.
         """
         ...
+
+
+def check_arrays(x: Inputs, widest: int, kernel: str = "the kernel") -> None:
+    """Refuses types, head dims and sizes that no kernel takes.
+
+    Args:
+        x: the arrays.
+        widest: the largest head dim that the kernel takes.
+        kernel: what to call it.
+
+    Raises:
+        Unsupported: it does not take them.
+    """
+    if x.q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise Unsupported(
+            f"varlen_attention: type {x.q.dtype.name}, {kernel} takes bfloat16 or"
+            " float16; cast them or use implementation='xla'"
+        )
+    head_dim = max(x.q.shape[3], x.v.shape[3])
+    if head_dim > widest:
+        raise Unsupported(
+            f"varlen_attention: head dim {head_dim}, {kernel} takes at most {widest};"
+            " use implementation='xla'"
+        )
+    shapes = x.q.shape, x.k.shape, x.v.shape
+    if any(0 in shape for shape in shapes):
+        raise Unsupported(
+            f"varlen_attention: empty arrays of shapes {', '.join(map(str, shapes))};"
+            " use implementation='xla'"
+        )
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:

@@ -50,7 +50,12 @@ from pallas_kernels.varlen_attention.config import (
 )
 from pallas_kernels.varlen_attention.forward import forward
 from pallas_kernels.varlen_attention.forward_short import forward_short
-from pallas_kernels.varlen_attention.inputs import Inputs, Passes, Scores
+from pallas_kernels.varlen_attention.inputs import (
+    Inputs,
+    Passes,
+    Scores,
+    check_arrays,
+)
 from pallas_kernels.varlen_attention.mainloop import tile_terms
 
 
@@ -65,7 +70,7 @@ def varlen_attention_mosaic_gpu(
     """
     device = check_hopper(device, "varlen_attention")
     check_local("varlen_attention", x.q, x.k, x.v)
-    _check_arrays(x)
+    check_arrays(x, HEAD_DIMS[-1])
     if config is not None and not isinstance(config, MosaicGpuConfig):
         raise Unsupported(
             f"mosaic_gpu varlen_attention takes a MosaicGpuConfig, got {config!r}; pass"
@@ -83,27 +88,6 @@ def varlen_attention_mosaic_gpu(
     problem = _problem(jax.eval_shape(_by_row, x))
     kernels.forward_blocks(dataclasses.replace(problem, rows=1))
     return kernels
-
-
-def _check_arrays(x: Inputs) -> None:
-    """Raises for types, sizes and head dims that the kernels do not take."""
-    if x.q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise Unsupported(
-            f"varlen_attention: type {x.q.dtype.name}, the kernel takes bfloat16 or"
-            " float16; cast them or use implementation='xla'"
-        )
-    widest = max(x.q.shape[3], x.v.shape[3])
-    if widest > HEAD_DIMS[-1]:
-        raise Unsupported(
-            f"varlen_attention: head dim {widest}, the kernel takes at most"
-            f" {HEAD_DIMS[-1]}; use implementation='xla'"
-        )
-    shapes = x.q.shape, x.k.shape, x.v.shape
-    if any(0 in shape for shape in shapes):
-        raise Unsupported(
-            f"varlen_attention: empty arrays of shapes {', '.join(map(str, shapes))};"
-            " use implementation='xla'"
-        )
 
 
 def _problem(x: Inputs) -> Problem:

@@ -23,7 +23,12 @@ from pallas_kernels.mosaic import DeviceSpec, as_varying, varying
 from pallas_kernels.partition import check_local
 from pallas_kernels.triton_call import check_triton, triton_call
 from pallas_kernels.varlen_attention.batching import LARGEST_INT, batched
-from pallas_kernels.varlen_attention.inputs import Inputs, Passes, Scores
+from pallas_kernels.varlen_attention.inputs import (
+    Inputs,
+    Passes,
+    Scores,
+    check_arrays,
+)
 from pallas_kernels.varlen_attention.segments import cut_cu_seqlens
 
 
@@ -134,27 +139,11 @@ def varlen_attention_triton(
     device = check_triton(device, "varlen_attention")
     no_config("varlen_attention", config, "Triton")
     check_local("varlen_attention", x.q, x.k, x.v)
-    if x.q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise Unsupported(
-            f"varlen_attention: type {x.q.dtype.name}, the Triton kernel takes bfloat16"
-            " or float16; cast them or use implementation='xla'"
-        )
+    check_arrays(x, _WIDEST, "the Triton kernel")
     if scores.relative is not None:
         raise Unsupported(
             "varlen_attention: the Triton kernel has no relative bias; use"
             " implementation='xla'"
-        )
-    widest = max(x.q.shape[3], x.v.shape[3])
-    if widest > _WIDEST:
-        raise Unsupported(
-            f"varlen_attention: head dim {widest}, the Triton kernel takes at most"
-            f" {_WIDEST}; use implementation='xla'"
-        )
-    shapes = x.q.shape, x.k.shape, x.v.shape
-    if any(0 in shape for shape in shapes):
-        raise Unsupported(
-            f"varlen_attention: empty arrays of shapes {', '.join(map(str, shapes))};"
-            " use implementation='xla'"
         )
     for name, a in (("q", x.q), ("k", x.k), ("v", x.v)):
         if (size := math.prod(a.shape[1:])) > LARGEST_INT:

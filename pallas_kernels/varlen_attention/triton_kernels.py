@@ -104,6 +104,7 @@ def _step(number, start, whole, ragged, block: tl.constexpr, masked: tl.constexp
 def _number_of_steps(
     start, stop, whole, ragged, block: tl.constexpr, masked: tl.constexpr
 ):
+    """Steps without a mask, or those before and after them."""
     if masked:
         return tl.cdiv(whole - start, block) + tl.cdiv(stop - ragged, block)
     return (ragged - whole) // block
@@ -248,18 +249,13 @@ def forward(
         first, last, end, begin_k, end_k, left, right
     )
     whole, ragged = _phases(start, stop, all_start, all_stop, block_k)
-    sums, most, total = _attend(
-        sums, most, total, q_tile, k, v, i,
-        start, stop, whole, ragged, end, end_k, slope,
-        kv_heads, head_dim, value_dim, block_k, block_h, block_v,
-        scale, softcap, left, right, False,
-    )  # fmt: skip
-    sums, most, total = _attend(
-        sums, most, total, q_tile, k, v, i,
-        start, stop, whole, ragged, end, end_k, slope,
-        kv_heads, head_dim, value_dim, block_k, block_h, block_v,
-        scale, softcap, left, right, True,
-    )  # fmt: skip
+    for masked in tl.static_range(2):
+        sums, most, total = _attend(
+            sums, most, total, q_tile, k, v, i,
+            start, stop, whole, ragged, end, end_k, slope,
+            kv_heads, head_dim, value_dim, block_k, block_h, block_v,
+            scale, softcap, left, right, masked,
+        )  # fmt: skip
 
     inside = i < end
     there = total > 0
@@ -371,18 +367,13 @@ def gradient_of_queries(
         first, last, end, begin_k, end_k, left, right
     )
     whole, ragged = _phases(start, stop, all_start, all_stop, block_k)
-    sums, by_slope = _query_gradient(
-        sums, by_slope, q_tile, dout_tile, logs, deltas, k, v, i,
-        start, stop, whole, ragged, end, end_k, slope,
-        kv_heads, head_dim, value_dim, block_k, block_h, block_v,
-        scale, softcap, left, right, has_slopes, False,
-    )  # fmt: skip
-    sums, by_slope = _query_gradient(
-        sums, by_slope, q_tile, dout_tile, logs, deltas, k, v, i,
-        start, stop, whole, ragged, end, end_k, slope,
-        kv_heads, head_dim, value_dim, block_k, block_h, block_v,
-        scale, softcap, left, right, has_slopes, True,
-    )  # fmt: skip
+    for masked in tl.static_range(2):
+        sums, by_slope = _query_gradient(
+            sums, by_slope, q_tile, dout_tile, logs, deltas, k, v, i,
+            start, stop, whole, ragged, end, end_k, slope,
+            kv_heads, head_dim, value_dim, block_k, block_h, block_v,
+            scale, softcap, left, right, has_slopes, masked,
+        )  # fmt: skip
 
     place = (row * queries + i)[:, None] * (heads * head_dim)
     place += head * head_dim + columns_h[None, :]
@@ -486,20 +477,14 @@ def gradient_of_keys(
         if has_slopes:
             slope = tl.load(slopes + row * heads + head)
         q_head, dout_head = q + head * head_dim, dout + head * value_dim
-        dk_sums, dv_sums = _key_gradient(
-            dk_sums, dv_sums, k_tile, v_tile, q_head, dout_head,
-            lse + head * queries, delta + head * queries, j,
-            start, stop, whole, ragged, end, end_q, slope,
-            heads, head_dim, value_dim, block_q, block_h, block_v,
-            scale, softcap, left, right, False,
-        )  # fmt: skip
-        dk_sums, dv_sums = _key_gradient(
-            dk_sums, dv_sums, k_tile, v_tile, q_head, dout_head,
-            lse + head * queries, delta + head * queries, j,
-            start, stop, whole, ragged, end, end_q, slope,
-            heads, head_dim, value_dim, block_q, block_h, block_v,
-            scale, softcap, left, right, True,
-        )  # fmt: skip
+        for masked in tl.static_range(2):
+            dk_sums, dv_sums = _key_gradient(
+                dk_sums, dv_sums, k_tile, v_tile, q_head, dout_head,
+                lse + head * queries, delta + head * queries, j,
+                start, stop, whole, ragged, end, end_q, slope,
+                heads, head_dim, value_dim, block_q, block_h, block_v,
+                scale, softcap, left, right, masked,
+            )  # fmt: skip
 
     rows = (row * keys + j)[:, None]
     mask = (j < end)[:, None]
