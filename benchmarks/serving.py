@@ -119,7 +119,7 @@ def token_case(
         model: Of `jaxscale.models.preset`.
         batch: Rows.
         context: Tokens of each.
-        weights: int8 or fp8, if not bf16; tw50 or tw75, if pruned.
+        weights: int8, fp8 or fp8_dynamic, if not bf16; tw50 or tw75, if pruned.
         tp: Devices.
         layers: Of the model; None is all.
         masks: Of pruned weights, a name in `benchmarks.pruned_model`.
@@ -146,6 +146,7 @@ def _cases() -> list[Case]:
     return [
         *(token_case(model, *size) for model in models for size in sizes),
         *(token_case(models[1], *s, w) for s in sizes for w in ("int8", "fp8")),
+        token_case(models[1], *sizes[2], "fp8_dynamic"),
         *(token_case(models[1], *s, w) for s in sizes[:2] for w in TILE_WISE),
         *(token_case(models[1], batch, 264, tp=2) for batch in (1, 16, 64)),
         *(
@@ -166,8 +167,9 @@ def _cases() -> list[Case]:
         load_case("saturated", models[1], "sharegpt", 10, **many),
         *(
             load_case(f"saturated_{weights}", models[1], "sharegpt", 10, **many, **own)
-            for weights in TILE_WISE
-            for own in [{"weights": weights, "masks": MASKS}]
+            for weights in ("fp8", "fp8_dynamic", *TILE_WISE)
+            for masks in ({"masks": MASKS} if weights in TILE_WISE else {},)
+            for own in ({"weights": weights} | masks,)
         ),
         load_case("half_load", models[1], "sharegpt", 40, **many),
         load_case("saturated_defaults", models[1], "sharegpt", 10, **many | DEFAULTS),
@@ -417,7 +419,8 @@ def _serve_vllm(params: Params, seed: int, samples: int) -> Measurement:
     if params.get("slots", "default") != "default":
         settings["max_num_seqs"] = params["slots"]
     if "weights" in params:
-        settings["quantization"] = params["weights"]
+        # Which rounds activations, too, and has no form that does not.
+        settings["quantization"] = "fp8"
     with timing.turn():
         found = vllm_serving.run(
             config | {"max_position_embeddings": longest},
@@ -538,6 +541,7 @@ BENCHMARK = Benchmark(
     quick_cases=[
         token_case("llama_tiny", 2, 24),
         *(token_case("llama_tiny", 2, 24, weights) for weights in ("int8", "fp8")),
+        token_case("llama_tiny", 2, 24, "fp8_dynamic"),
         token_case(SMALL, 2, 24),
         token_case(SMALL, 2, 24, "tw75", masks="untrained"),
         load_case(

@@ -57,8 +57,9 @@ class GenerateConfig:
     """Step of the checkpoint of a run; the newest by default."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of the computation; by default that of the run or of the file."""
-    quantization: Literal["int8", "fp8"] | None = None
-    """Quantize the weights to 8 bits, with one scale per output feature."""
+    quantization: Literal["int8", "fp8", "fp8_dynamic"] | None = None
+    """Quantize the weights to 8 bits, one scale per output feature; fp8_dynamic also
+    rounds the activations of many tokens."""
     mesh: MeshConfig = MeshConfig()
     """Device mesh, for a model that is too large for one device."""
     rules: str = "fsdp_tp"

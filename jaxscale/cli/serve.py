@@ -95,8 +95,9 @@ class ServeConfig:
     """Engine settings of a decoder."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the computation; by default that of the run or of the file."""
-    quantization: Literal["int8", "fp8"] | None = None
-    """Quantize the weights of a decoder to 8 bits, one scale per output feature."""
+    quantization: Literal["int8", "fp8", "fp8_dynamic"] | None = None
+    """Quantize the weights of a decoder to 8 bits, one scale per output feature;
+    fp8_dynamic also rounds the activations of 64 tokens and more."""
     mesh: MeshConfig = MeshConfig()
     """Device mesh, for a model that is too large for one device; with several processes
     it must span all their devices."""

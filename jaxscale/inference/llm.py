@@ -120,8 +120,9 @@ class LLM:
             mesh: Devices to split the model over, with `rules`.
             rules: Sharding rules; None is `fsdp_tp` on a mesh.
             dtype: Type of the computation; by default that of the file.
-            quantization: Quantize the weights to ``"int8"`` or ``"fp8"`` with
-                `jaxscale.models.quantize`; None keeps those of the file.
+            quantization: Quantize the weights to ``"int8"`` or ``"fp8"``, or weights
+                and activations to ``"fp8_dynamic"``, with `jaxscale.models.quantize`;
+                None keeps those of the file.
             lora_modules: Directories of adapters, by the name that `generate` takes:
                 those of peft, or output directories of runs that trained one.
             config: Engine settings.

@@ -26,7 +26,9 @@ def quantize(
     `jaxscale.nn.QuantizedLinear`: 8-bit values with a scale per output feature, rounded
     to nearest. Activations, sums, norms, biases and the embedding table keep their
     types. With tied embeddings the output projection is a quantized copy of the table,
-    and a step reads only the copy. Sparse layers stay as they are.
+    and a step reads only the copy. Sparse layers stay as they are. ``"fp8_dynamic"``
+    rounds activations as well where many tokens are multiplied, except before the
+    output projection.
 
     The result is for inference: it has no derivatives and cannot be saved. Layers are
     quantized one after another; the given model is not changed. To hold at most one
@@ -35,7 +37,8 @@ def quantize(
 
     Args:
         model: A decoder, before or after `Decoder.for_inference`.
-        weights: ``"int8"``, or ``"fp8"`` (E4M3).
+        weights: ``"int8"``, ``"fp8"`` (E4M3), or ``"fp8_dynamic"``: weights and
+            activations in fp8, see `jaxscale.nn.quantized_linear.Quantization`.
         mesh: Target devices; by default the model's own mesh.
 
     Raises:
@@ -110,7 +113,8 @@ def quantized_head(model: Decoder, weights: Quantization) -> QuantizedLinear:
     kernel, bias = model.output_embedding()
     return QuantizedLinear(
         kernel,
-        weights,
+        # Logits keep the precision of the activations, and few tokens have logits.
+        "fp8" if weights == "fp8_dynamic" else weights,
         kernel_axes=("embed", "vocab"),
         out_axes=("batch", None, "act_vocab"),
         bias=bias,

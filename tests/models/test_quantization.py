@@ -23,7 +23,7 @@ from tests.tolerances import relative_error
 
 
 FIXTURES = Path("tests/fixtures/models")
-WEIGHTS: Any = ["int8", "fp8"]
+WEIGHTS: Any = ["int8", "fp8", "fp8_dynamic"]
 
 
 class Dequantized(QuantizedLinear):
@@ -111,7 +111,8 @@ def test_perplexity_on_text(trained, weights):
         for each in (model, quantize(model, weights))
     )
     assert 1.5 < before < 8  # of 256
-    assert before != after < {"int8": 1.005, "fp8": 1.03}[weights] * before
+    bound = {"int8": 1.005, "fp8": 1.03, "fp8_dynamic": 1.05}[weights]
+    assert before != after < bound * before
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
