@@ -155,6 +155,12 @@ def _jitted(
     return unmarked(run)(*given)
 
 
+def _as_fp16(q: Array) -> Array:
+    """Queries in the type of the products; bfloat16 may be out of its range."""
+    limit = float(jnp.finfo(jnp.float16).max)
+    return jnp.clip(q.astype(jnp.float32), -limit, limit).astype(jnp.float16)
+
+
 def _run(
     problem: Problem, scores: Scores, device: DeviceSpec, x: Inputs
 ) -> tuple[Array, Array]:
@@ -162,7 +168,7 @@ def _run(
     q = x.q.reshape(p.rows, p.queries, p.kv_heads, p.group, p.head_dim)
     q = q.swapaxes(1, 2).reshape(-1, p.head_dim)  # [B K rows, H]
     if p.narrow:
-        q = q[:, in_order_of_keys(p.head_dim)]
+        q = _as_fp16(q[:, in_order_of_keys(p.head_dim)])
     pages = jax.new_ref(x.pages.reshape(-1, p.page, p.head_dim))
     out = mosaic_gpu_kernel.run(
         p,

@@ -125,12 +125,12 @@ def run(
             jax.ShapeDtypeStruct(parts, jnp.float32),
         ],
         scratch_types={
-            "q_smem": chunked((teams, 2), p.query_rows, p.chunks, p.dtype),
+            "q_smem": chunked((teams, 2), p.query_rows, p.chunks, p.product_dtype),
             "ring": ring,
             "weights": plgpu.SMEM(
                 (teams, p.query_rows, BLOCK),
-                p.dtype,
-                transforms=smem_transforms(BLOCK, p.dtype),
+                p.product_dtype,
+                transforms=smem_transforms(BLOCK, p.product_dtype),
             ),
             "of_warps": plgpu.SMEM((teams, 2, WARPS, p.query_rows), jnp.float32),
             "new_smem": plgpu.SMEM((teams, p.queries, 2, p.head_dim), p.dtype),
@@ -627,7 +627,7 @@ class _Team:
             chunks = (pl.ds(chunk * CHUNK, CHUNK) for chunk in range(p.chunks))
             keys = [ring.at[slot, :, columns] for columns in chunks]
             if p.narrow:
-                keys = load_keys(ring.at[slot], p.dtype)
+                keys = load_keys(ring.at[slot])
                 self.release(slot)
             for chunk in range(p.chunks):
                 other = queries.at[chunk].transpose((1, 0))
@@ -654,21 +654,31 @@ class _Team:
         alpha = jnp.exp2(highest - safe)
         total = total * lax.broadcast_in_dim(alpha, s.shape, [1]) + weights
         sums = plgpu.wgmma_accumulator_load(acc, wait_n=None)
-        acc[...] = sums * lax.broadcast_in_dim(alpha, sums.shape, [1])
-        if p.narrow:
-            weights = weights * scales[1]
-        store_transposed(self.smem["weights"], weights.astype(p.dtype))
+        sums = sums * lax.broadcast_in_dim(alpha, sums.shape, [1])
+        if not p.narrow:
+            acc[...] = sums
+        store_transposed(self.smem["weights"], weights.astype(p.product_dtype))
         plgpu.commit_smem()
+        other = self.smem["weights"].transpose((1, 0))
         slot = self.wait(tiles + 2 * i + 1)
         if p.narrow:
-            values = load_values(ring.at[slot], p.dtype, *self.held(work, start))
+            load = functools.partial(load_values, ring.at[slot])
+            values = lax.cond(edge, lambda: load(self.held(work, start)), load)
             self.release(slot)
+
+            def add(products: Ref) -> Any:
+                plgpu.wgmma(products, values, other)
+                return products[...]
+
+            # The scale of values may leave the range of fp16: it comes afterwards.
+            products = pl.run_scoped(
+                add, plgpu.WGMMAAccumulatorRef(sums.shape, jnp.float32)
+            )
+            acc[...] = sums + products * scales[1]
         else:
             pl.when(edge)(functools.partial(self.clear, work, start, slot))
-            values = ring.at[slot].transpose((1, 0))
-        plgpu.wgmma(acc, values, self.smem["weights"].transpose((1, 0)))
-        plgpu.wgmma_wait(0)
-        if not p.narrow:
+            plgpu.wgmma(acc, ring.at[slot].transpose((1, 0)), other)
+            plgpu.wgmma_wait(0)
             self.release(slot)
         return grown, total
 

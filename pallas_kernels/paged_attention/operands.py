@@ -5,6 +5,7 @@ matmul of the tensor cores, and queries its columns, of which there may be eight
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -183,20 +184,19 @@ def in_order_of_values(head_dim: int) -> np.ndarray:
     return columns.transpose(0, 3, 1, 4, 2).reshape(-1)
 
 
-def load_keys(ref: Ref, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+def load_keys(ref: Ref) -> tuple[jax.Array, ...]:
     """Keys in fp8, widened, as left operands of matmuls.
 
     Args:
         ref: fp8 [64, columns] of shared memory, in swizzled tiles of 8 rows and 128
             columns.
-        dtype: bfloat16 or float16, what they become.
 
     Returns:
-        [64, 64] for every 64 columns, in the layout of wgmma operands; columns are
-        `in_order_of_keys`.
+        float16 [64, 64] for every 64 columns, in the layout of wgmma operands; columns
+        are `in_order_of_keys`.
     """
     size = ref.shape[1]
-    chunk = plgpu.ShapeDtypeStruct((BLOCK, CHUNK), dtype, plgpu.Layout.WGMMA)
+    chunk = plgpu.ShapeDtypeStruct((BLOCK, CHUNK), jnp.float16, plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(smem_transforms(size, ref.dtype)),),
@@ -220,7 +220,7 @@ def load_keys(ref: Ref, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
             for tile, half in np.ndindex(tiles, 2):
                 word = _load_word(address, (half * tiles + tile) * 1024)
                 chunk, at = divmod(8 * tile + piece, 4)
-                for i, x in enumerate(_widen(word, dtype)):
+                for i, x in enumerate(_widen(word)):
                     chunks[chunk][0, 2 * at + i].flat[half] = x
         return tuple(
             mgpu.FragmentedArray(_registers=x, _layout=layout, _is_signed=None)
@@ -231,46 +231,42 @@ def load_keys(ref: Ref, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
     return load(ref)
 
 
-def load_values(ref: Ref, dtype: jnp.dtype, first: Scalar, stop: Scalar) -> jax.Array:
+def load_values(ref: Ref, held: tuple[Scalar, Scalar] | None = None) -> jax.Array:
     """Values in fp8, widened and transposed, as a left operand of matmuls.
 
     Args:
         ref: fp8 [64, columns] of shared memory, in swizzled tiles of 8 rows and 128
             columns.
-        dtype: bfloat16 or float16, what they become.
-        first: int32, rows before become zeros.
-        stop: int32, as those from here on.
+        held: int32, the first row that counts and the one after the last; others
+            become zeros. None is all of them.
 
     Returns:
-        [columns, 64], in the layout of wgmma operands; its rows are
+        float16 [columns, 64], in the layout of wgmma operands; its rows are
         `in_order_of_values`.
     """
-    size, scalar = ref.shape[1], plgpu.Layout.WG_SPLAT(())
-    layout = plgpu.Layout.WGMMA
+    size, layout = ref.shape[1], plgpu.Layout.WGMMA
+    bounds = () if held is None else tuple(map(jnp.int32, held))
 
     @plgpu.inline_mgpu(
         arg_types=(
             plgpu.RefType(smem_transforms(size, ref.dtype)),
-            scalar,
-            scalar,
+            *(plgpu.Layout.WG_SPLAT(()),) * len(bounds),
         ),
-        return_type=plgpu.ShapeDtypeStruct((size, BLOCK), dtype, layout),
+        return_type=plgpu.ShapeDtypeStruct((size, BLOCK), jnp.float16, layout),
     )
-    def load_wide_values(ctx: Any, ref: Any, first: Any, stop: Any) -> Any:
+    def load_wide_values(ctx: Any, ref: Any, *bounds: Any) -> Any:
         del ctx
-        bounds = first.registers.item(), stop.registers.item()
-        registers = _load_values(ref, size, dtype, *bounds)
+        numbers = [bound.registers.item() for bound in bounds]
+        registers = _load_values(ref, size, numbers)
         return mgpu.FragmentedArray(
             _registers=registers, _layout=layout.to_mgpu(), _is_signed=None
         )
 
     load: Any = load_wide_values  # the decorator supplies the context
-    return load(ref, jnp.int32(first), jnp.int32(stop))
+    return load(ref, *bounds)
 
 
-def _load_values(
-    ref: ir.Value, size: int, dtype: jnp.dtype, first: ir.Value, stop: ir.Value
-) -> np.ndarray:
+def _load_values(ref: ir.Value, size: int, bounds: Sequence[ir.Value]) -> np.ndarray:
     """Emits the loads of one lane: four columns of two rows at a time."""
     c, (lane, warp) = _i32, _lane_and_warp()
     tiles = size // 128
@@ -292,21 +288,23 @@ def _load_values(
     is_less = functools.partial(arith.cmpi, arith.CmpIPredicate.slt)
     for eight in range(BLOCK // 8):
         held = []
-        for row in rows:
+        for row in rows if bounds else ():
             at = arith.addi(row, c(8 * eight))
-            seen = arith.cmpi(arith.CmpIPredicate.sle, first, at)
-            held.append(arith.andi(seen, is_less(at, stop)))
+            seen = arith.cmpi(arith.CmpIPredicate.sle, bounds[0], at)
+            held.append(arith.andi(seen, is_less(at, bounds[1])))
         for tile in range(tiles):
-            words = [
-                arith.select(there, _load_word(x, (eight * tiles + tile) * 1024), c(0))
-                for x, there in zip(addresses, held, strict=True)
-            ]
+            words = [_load_word(x, (eight * tiles + tile) * 1024) for x in addresses]
+            if held:
+                words = [
+                    arith.select(there, word, c(0))
+                    for word, there in zip(words, held, strict=True)
+                ]
             for i, order in enumerate((0x5140, 0x7362)):
                 both = llvm.inline_asm(
                     c(0).type, words, f"prmt.b32 $0, $1, $2, {order};", "=r,r,r"
                 )
                 halves = registers[2 * tile + i, eight]
-                for half, x in enumerate(_widen(both, dtype)):
+                for half, x in enumerate(_widen(both)):
                     halves.flat[half] = x
     return registers
 
@@ -326,8 +324,8 @@ def _load_word(address: ir.Value, offset: int) -> ir.Value:
     )
 
 
-def _widen(word: ir.Value, dtype: jnp.dtype) -> list[ir.Value]:
-    """Two pairs of 16-bit numbers from four in fp8."""
+def _widen(word: ir.Value) -> list[ir.Value]:
+    """Two pairs of numbers in fp16 from four in fp8, an instruction a pair."""
     i32 = ir.IntegerType.get_signless(32)
     pairs = llvm.inline_asm(
         ir.Type.parse("!llvm.struct<(i32, i32)>"),
@@ -336,14 +334,8 @@ def _widen(word: ir.Value, dtype: jnp.dtype) -> list[ir.Value]:
         " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
         "=r,=r,r",
     )
-    halves, singles, wide = (
-        ir.VectorType.get((2,), t)
-        for t in (ir.F16Type.get(), ir.F32Type.get(), ir.BF16Type.get())
-    )
-    found = [llvm.bitcast(halves, llvm.extractvalue(i32, pairs, [i])) for i in range(2)]
-    if dtype == jnp.float16:
-        return found
-    return [arith.truncf(wide, arith.extf(singles, x)) for x in found]
+    halves = ir.VectorType.get((2,), ir.F16Type.get())
+    return [llvm.bitcast(halves, llvm.extractvalue(i32, pairs, [i])) for i in range(2)]
 
 
 def store_queries(

@@ -81,7 +81,7 @@ class Problem:
     num_pages: int
     """P."""
     dtype: jnp.dtype
-    """Of queries, outputs and matmuls."""
+    """Of queries and outputs."""
     page_dtype: jnp.dtype
     """Of pages: the same, or fp8, which is widened for the matmuls."""
     split: int
@@ -92,6 +92,13 @@ class Problem:
     def narrow(self) -> bool:
         """Whether pages are fp8, with scales."""
         return self.page_dtype != self.dtype
+
+    @property
+    def product_dtype(self) -> jnp.dtype:
+        """Of operands of matmuls. An instruction makes two numbers of fp16 from two in
+        fp8; bfloat16 takes four more.
+        """
+        return jnp.dtype(jnp.float16) if self.narrow else self.dtype
 
     @property
     def tile_rows(self) -> int:

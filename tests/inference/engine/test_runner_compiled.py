@@ -107,6 +107,8 @@ def test_drafts_copy_nothing_either(count):
             ("fp8", ["decode", 32, 4], 1),
             ("int8", ["decode", 128, 1], 1),
             ("int8", ["prefill", 2048, 18432, False], 1),
+            ("fp8_dynamic", ["decode", 128, 1], 1),
+            ("fp8_dynamic", ["prefill", 2048, 18432, False], 1),
         ),
     ],
 )
@@ -114,10 +116,14 @@ def test_weights_of_8_bits_are_read_as_they_are(weights, key, count):
     slots = 128 if key[1] == 128 else 32
     arguments = "llama3_8b", 512, key, False, slots, weights
     found = compile_for_h200(program, *arguments, count=count)
-    assert {kernel.name for kernel in found.kernels} >= {"quantized_matmul"}
+    kernels = {kernel.name for kernel in found.kernels}
+    assert kernels >= {"quantized_matmul"}
     assert [kernel for kernel in found.kernels if kernel.spilled] == []
-    # No product is left to XLA, which may write a weight in the other type first.
-    assert "__cublas" not in found.hlo and "gemm_fusion" not in found.hlo
+    # No product of two types is left to XLA, which may write a weight in the other one
+    # first; two operands in 8 bits are multiplied by our kernel or by cuBLASLt.
+    assert ("scaled_matmul" in kernels) is (weights == "fp8_dynamic")
+    mixed = found.hlo.replace("__cublas$lt$matmul$f8", "")
+    assert "__cublas" not in mixed and "gemm_fusion" not in mixed
     sizes = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)
     written = found.written(MIB)
     for a, b in sizes:

@@ -41,15 +41,16 @@ def _store_as_rows(ref, values):
     ref[:] = values.T
 
 
-def _load_wide_keys(ref, closure):
-    keys = ref[:, operands.in_order_of_keys(ref.shape[1])].astype(closure["dtype"])
+def _load_wide_keys(ref):
+    keys = ref[:, operands.in_order_of_keys(ref.shape[1])].astype(np.float16)
     return tuple(np.split(keys, keys.shape[1] // 64, axis=1))
 
 
-def _load_wide_values(ref, first, stop, closure):
+def _load_wide_values(ref, *bounds):
+    first, stop = bounds or (0, len(ref))
     at = np.arange(len(ref))
     held = ((first <= at) & (at < stop))[:, None]
-    values = np.where(held, ref, np.zeros_like(ref)).astype(closure["dtype"])
+    values = np.where(held, ref, np.zeros_like(ref)).astype(np.float16)
     return values[:, operands.in_order_of_values(ref.shape[1])].T
 
 
