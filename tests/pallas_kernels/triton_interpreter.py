@@ -2,17 +2,21 @@
 
 `interpreted(monkeypatch)` makes `pallas_kernels.triton_call` run kernels by numpy, one
 program after the other, inside the program that JAX computes. Outputs begin as NaN.
+`installed(monkeypatch)` has programs traced as where jax-triton is installed.
 """
 
 import contextlib
 import functools
 import importlib.util
 import threading
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import triton_call
 from pallas_kernels.mosaic import H200
 
 
@@ -112,3 +116,22 @@ def interpreted(monkeypatch, *modules):
         monkeypatch.setattr(
             module, "check_triton", lambda device, op_name: device or H200
         )
+
+
+def installed(monkeypatch):
+    """As where jax-triton is installed; no kernel is made, and results are zero.
+
+    Returns:
+        The names of the kernels that are launched, as they are traced.
+    """
+    names = []
+
+    def zeros(*arrays, kernel, out_shape, name, **_):
+        del arrays, kernel
+        names.append(name)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in out_shape)
+
+    module = types.SimpleNamespace(triton_call=zeros)
+    monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(triton_call, "_jax_triton", lambda: module)
+    return names
