@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import triton_call
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
-from pallas_kernels.tile_sparse_matmul import api, tile_sparse_matmul, triton
+from pallas_kernels.tile_sparse_matmul import passes, tile_sparse_matmul, triton
 from tests.pallas_kernels.tile_sparse_matmul.cases import random_weight
 from tests.pallas_kernels.triton_compiled import DEVICES, TENSOR_CORES, compile_for
 from tests.pallas_kernels.triton_interpreter import interpreted
@@ -90,7 +90,7 @@ def test_values_and_gradients(layout, granularity, monkeypatch):
     interpreted(monkeypatch, triton)
     outputs, pruned = 160, (3,)
     if granularity == 64:  # the transpose has tiles, too
-        monkeypatch.setattr(api, "_dense_grad_inputs", None)
+        monkeypatch.setattr(passes, "_dense_grad_inputs", None)
         outputs, pruned = 192, ()
     w, dense, mask = random_weight(
         256, outputs, 64, [64, 0, 128], granularity, jnp.float16, pruned=pruned
