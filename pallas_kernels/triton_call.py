@@ -3,6 +3,7 @@
 Triton and jax-triton are an extra, so nothing here imports them before a kernel runs.
 """
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -40,39 +41,42 @@ def check_triton(device: DeviceSpec | None, op_name: str) -> DeviceSpec:
 
 
 def triton_call(
-    kernel: Any,
+    kernel: str,
     arrays: Sequence[jax.Array],
     out_shape: Sequence[jax.ShapeDtypeStruct],
     *,
-    name: str,
     grid: tuple[int, ...],
     num_warps: int,
     num_stages: int,
     constants: Mapping[str, Any],
 ) -> tuple[jax.Array, ...]:
-    """Launches a kernel.
+    """Launches a kernel; under `jax.vmap` once for each element.
 
     Args:
-        kernel: a function of `triton.jit`, of pointers to the arrays and the outputs,
-            and of the constants.
+        kernel: the op and the name of a function of its `triton_kernels`, as in
+            "layer_norm.normalize": of pointers to the arrays and the outputs, and of
+            the constants.
         arrays: what it reads.
         out_shape: shapes and types of what it writes.
-        name: of the kernel in profiles.
         grid: programs along each axis.
         num_warps: warps of a program.
         num_stages: depth of Triton's pipeline.
         constants: values of the parameters that are `tl.constexpr`.
     """
-    return _jax_triton().triton_call(
-        *arrays,
-        kernel=kernel,
+    op, function = kernel.split(".")
+    kernels = importlib.import_module(f"pallas_kernels.{op}.triton_kernels")
+    call = functools.partial(
+        _jax_triton().triton_call,
+        kernel=getattr(kernels, function),
         out_shape=list(out_shape),
         grid=grid,
-        name=name,
+        name=f"{op}_{function}",
         num_warps=num_warps,
         num_stages=num_stages,
         **constants,
     )
+    # jax-triton has no batching rule.
+    return tuple(jax.custom_batching.sequential_vmap(call)(*arrays))
 
 
 def _jax_triton() -> Any:

@@ -4,8 +4,6 @@ Axes: M tokens, K input features, N output features.
 """
 
 import dataclasses
-import functools
-import importlib
 from typing import Any
 
 import jax
@@ -102,12 +100,18 @@ def quantized_matmul(
             f"quantized_matmul: empty operands {x.shape} and {w.shape}; use"
             " implementation='xla'"
         )
-    launch = launch_of(x.shape[0], w.shape[0], device)
-    # jax-triton has no batching rule.
-    run = jax.custom_batching.sequential_vmap(
-        functools.partial(_call, out_dtype=jnp.dtype(out_dtype), launch=launch)
+    tokens, features = x.shape[0], w.shape[0]
+    launch = launch_of(tokens, features, device)
+    (y,) = triton_call(
+        "quantized_matmul.multiply",
+        (x, w, scale),
+        [jax.ShapeDtypeStruct((tokens, features), out_dtype)],
+        grid=(-(-features // launch.block_n), -(-tokens // launch.block_m)),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        constants=constants(x, w, launch),
     )
-    return run(x, w, scale)
+    return y
 
 
 def constants(x: Any, w: Any, launch: Launch) -> dict[str, Any]:
@@ -120,27 +124,3 @@ def constants(x: Any, w: Any, launch: Launch) -> dict[str, Any]:
         "block_n": launch.block_n,
         "block_k": launch.block_k,
     }
-
-
-def _call(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    *,
-    out_dtype: jnp.dtype,
-    launch: Launch,
-) -> jax.Array:
-    # Here, because Triton may not be installed.
-    kernels = importlib.import_module("pallas_kernels.quantized_matmul.triton_kernels")
-    tokens, features = x.shape[0], w.shape[0]
-    (y,) = triton_call(
-        kernels.multiply,
-        (x, w, scale),
-        [jax.ShapeDtypeStruct((tokens, features), out_dtype)],
-        name="quantized_matmul_triton",
-        grid=(-(-features // launch.block_n), -(-tokens // launch.block_m)),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        constants=constants(x, w, launch),
-    )
-    return y

@@ -10,7 +10,6 @@ K key/value heads, H head dim of queries and keys, Hv head dim of values.
 
 import dataclasses
 import functools
-import importlib
 import math
 from typing import Any
 
@@ -301,15 +300,10 @@ class _Kernels:
         x: Inputs,
         **constants: Any,
     ) -> tuple[Array, ...]:
-        # Here, because Triton may not be installed.
-        kernels = importlib.import_module(
-            "pallas_kernels.varlen_attention.triton_kernels"
-        )
         return triton_call(
-            getattr(kernels, kernel),
+            f"varlen_attention.{kernel}",
             arrays,
             outputs,
-            name=f"varlen_attention_{kernel}",
             grid=grid,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,

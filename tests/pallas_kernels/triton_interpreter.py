@@ -1,6 +1,6 @@
 """Triton's kernels on a CPU: its interpreter in the place of jax-triton.
 
-`interpreted(monkeypatch)` makes `pallas_kernels.triton_call` run kernels by numpy, one
+`interpreted(monkeypatch)` has `pallas_kernels.triton_call` run kernels by numpy, one
 program after the other, inside the program that JAX computes. Outputs begin as NaN.
 `installed(monkeypatch)` has programs traced as where jax-triton is installed.
 """
@@ -95,13 +95,13 @@ def _run(kernel, arrays, out_shape, grid, constants):
     return tuple(outputs)
 
 
-def _triton_call(kernel, arrays, out_shape, *, grid, constants, **launch):
-    del launch
+def _triton_call(*arrays, kernel, out_shape, grid, **constants):
+    for launch in ("name", "num_warps", "num_stages"):
+        constants.pop(launch)
     run = functools.partial(
         _run, kernel, out_shape=out_shape, grid=grid, constants=constants
     )
-    shapes = tuple(out_shape)
-    return jax.pure_callback(lambda *a: run(arrays=a), shapes, *arrays)
+    return jax.pure_callback(lambda *a: run(arrays=a), tuple(out_shape), *arrays)
 
 
 def interpreted(monkeypatch, *modules):
@@ -109,10 +109,10 @@ def interpreted(monkeypatch, *modules):
 
     Args:
         monkeypatch: pytest's.
-        *modules: those that import `triton_call` and `check_triton`.
+        *modules: those that import `check_triton`.
     """
+    _replace(monkeypatch, _triton_call)
     for module in modules:
-        monkeypatch.setattr(module, "triton_call", _triton_call)
         monkeypatch.setattr(
             module, "check_triton", lambda device, op_name: device or H200
         )
@@ -131,7 +131,11 @@ def installed(monkeypatch):
         names.append(name)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in out_shape)
 
-    module = types.SimpleNamespace(triton_call=zeros)
     monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(triton_call, "_jax_triton", lambda: module)
+    _replace(monkeypatch, zeros)
     return names
+
+
+def _replace(monkeypatch, call):
+    module = types.SimpleNamespace(triton_call=call)
+    monkeypatch.setattr(triton_call, "_jax_triton", lambda: module)

@@ -33,6 +33,8 @@ pytest.importorskip("triton")
     ],
 )
 def test_kernel_compiles(capability, tokens, tile, dtype, activation, y_major):
+    from pallas_kernels.tile_sparse_matmul import triton_kernels
+
     device = DEVICES[capability]
     launch = triton.launch_of(tokens, tile, 4096 // tile, device)
     constants = {
@@ -48,7 +50,7 @@ def test_kernel_compiles(capability, tokens, tile, dtype, activation, y_major):
     }
     kernel, _, _ = compile_for(
         capability,
-        triton.kernels().multiply,
+        triton_kernels.multiply,
         [dtype, dtype, "int32", "int32", dtype, dtype],
         constants,
         num_warps=launch.num_warps,
@@ -65,13 +67,15 @@ def test_kernel_compiles(capability, tokens, tile, dtype, activation, y_major):
 @pytest.mark.parametrize("capability", DEVICES)
 @pytest.mark.parametrize(("tile", "y_major"), [(64, True), (128, False), (256, True)])
 def test_gradient_compiles(capability, tile, y_major):
+    from pallas_kernels.tile_sparse_matmul import triton_kernels
+
     device = DEVICES[capability]
     launch = triton.grad_launch_of(tile, device)
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     values = jax.ShapeDtypeStruct((4096 // tile, 1024, tile), jnp.bfloat16)
     kernel, _, stack = compile_for(
         capability,
-        triton.kernels().gradient_of_values,
+        triton_kernels.gradient_of_values,
         [x.dtype, x.dtype, "int32", "int32", x.dtype],
         triton.grad_constants(x, values, 4096, 4096, y_major, launch),
         num_warps=launch.num_warps,
