@@ -46,6 +46,8 @@ class Launch:
     """Warps of a program."""
     num_stages: int
     """Steps in flight, and one more, where the kernel pipelines its loads."""
+    late: bool = False
+    """Whether weights of the forward pass meet their values a step later."""
 
 
 def launch_of(kernel: str, head_dim: int, device: DeviceSpec) -> Launch:
@@ -236,6 +238,7 @@ class _Kernels:
             x,
             has_sinks=x.sinks is not None,
             with_rest=with_rest,
+            late=launch.late,
         )
         return results if with_rest else results[:2]
 
