@@ -41,22 +41,27 @@ def launch_of(tokens: int, features: int, device: DeviceSpec) -> Launch:
 
     Example:
         >>> from pallas_kernels.mosaic import H200
-        >>> launch_of(1, 4096, H200).block_n, launch_of(4096, 4096, H200).block_n
-        (32, 128)
+        >>> launch_of(1, 4096, H200).block_n, launch_of(4096, 14336, H200).block_m
+        (32, 256)
     """
+    large = device.smem_bytes > 150_000
     if tokens > 64:
-        stages = 4 if device.smem_bytes > 150_000 else 3
+        tiles = -(-tokens // 256) * -(-features // 128)
+        tall = device.compute_capability[0] == 9 and tiles >= device.num_sms
         return Launch(
-            block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=stages
+            block_m=256 if tall else 128,
+            block_n=128,
+            block_k=64,
+            num_warps=8,
+            num_stages=4 if large and not tall else 3,
         )
-    wide = features // 64 >= 2 * device.num_sms
     block_m = max(16, 1 << (tokens - 1).bit_length())
     return Launch(
         block_m=block_m,
-        block_n=64 if wide else 32,
-        block_k=128,
+        block_n=32,
+        block_k=256 if block_m == 16 else 128,
         num_warps=4,
-        num_stages=4 if block_m <= 32 or device.smem_bytes > 150_000 else 3,
+        num_stages=4 if block_m <= 32 or large else 3,
     )
 
 

@@ -34,42 +34,38 @@ class Launch:
     """Depth of the pipeline; for gathers Triton buffers about half as many steps."""
 
 
-def launch_of(tokens: int, tile: int, tiles: int, device: DeviceSpec) -> Launch:
+def launch_of(tokens: int, tile: int, device: DeviceSpec) -> Launch:
     """Choose the launch of a matmul on a GPU.
 
     Args:
         tokens: M.
         tile: G.
-        tiles: T.
-        device: compute capability and number of multiprocessors.
+        device: its generation.
 
     Returns:
-        Blocks as large as registers and shared memory hold, but small enough that all
-        multiprocessors have one.
+        On Hopper what was fastest on an H200, elsewhere blocks as large as registers
+        and shared memory hold.
 
     Example:
         >>> from pallas_kernels.mosaic import H200
-        >>> launch_of(4096, 128, 32, H200).block_tokens
-        256
-        >>> launch_of(512, 128, 32, H200).block_tokens
+        >>> launch_of(4096, 128, H200).block_tokens
         128
+        >>> launch_of(32, 128, H200).block_tokens
+        32
     """
     hopper = device.compute_capability[0] == 9
-    most = min(32_768 // tile, 256) if hopper else min(16_384 // tile, 128)
     block = 16
-    while block < min(tokens, most) and (
-        block < 128 or -(-tokens // (2 * block)) * tiles >= device.num_sms
-    ):
+    while block < min(tokens, 128, 16_384 // tile):
         block *= 2
     area = block * tile
     # 5 stages buffer three steps, 7 four. All but the A100 and Hopper have 99 KB.
     if hopper:
-        stages = 5 if area > 16_384 else 7 if area > 8_192 else 9
+        stages = 5 if area > 8_192 else 7
     else:
         stages = 7 if device.compute_capability == (8, 0) else 5
     return Launch(
         block_tokens=block,
-        num_warps=8 if area > 16_384 or (area == 16_384 and not hopper) else 4,
+        num_warps=8 if area == 16_384 and not hopper else 4,
         num_stages=stages,
     )
 
@@ -107,7 +103,7 @@ def tile_sparse_matmul(
     tokens = x.shape[1]
     x = jnp.pad(x, ((0, 0), (0, -tokens % 8)))  # rows start at multiples of 16 bytes
     if launch is None:
-        launch = launch_of(tokens, w.tile, w.tiles, device)
+        launch = launch_of(tokens, w.tile, device)
     features, padded = w.packed_columns, x.shape[1]
     (y,) = triton_call(
         "tile_sparse_matmul.multiply",

@@ -135,7 +135,10 @@ DTYPES = {
 @pytest.mark.parametrize("capability", DEVICES)
 @pytest.mark.parametrize("name", DTYPES)
 def test_kernels_compile(name, capability, head_dim):
-    """They fit shared memory, and registers but for a few words of a thread."""
+    """They fit shared memory, and registers but for some words of a thread.
+
+    An H200 was fastest with tiles that spill more, outside of the inner loop.
+    """
     from pallas_kernels.varlen_attention import triton_kernels
 
     device = DEVICES[capability]
@@ -155,7 +158,7 @@ def test_kernels_compile(name, capability, head_dim):
         num_stages=launch.num_stages,
     )
     assert found.metadata.shared <= device.smem_bytes
-    assert stack <= 80
+    assert stack <= (720 if capability == 90 else 80)
     ptx = found.asm["ptx"]
     assert ("cp.async" in ptx) == (launch.num_stages > 1)
     assert TENSOR_CORES.get(capability, "mma.sync") in ptx
