@@ -18,19 +18,25 @@ from pallas_kernels.mosaic import DeviceSpec
 
 GENERATIONS = (8, 9, 10, 12)
 """First numbers of compute capabilities: Ampere and Ada, Hopper, Blackwell twice."""
+_LEAST_SMEM = 101_376  # of the GPUs whose tiles are the smallest
 
 
 def check_triton(device: DeviceSpec | None, op_name: str) -> DeviceSpec:
     """Returns the device if Triton's kernels run on it.
 
     Raises:
-        Unsupported: there is no NVIDIA GPU, it is older than Ampere, or jax-triton is
-            not installed.
+        Unsupported: there is no NVIDIA GPU, it is older than Ampere or has too little
+            shared memory, or jax-triton is not installed.
     """
     if device is None or device.compute_capability[0] not in GENERATIONS:
         raise Unsupported(
             f"{op_name}: the Triton kernel needs an NVIDIA Ampere, Ada, Hopper or"
             f" Blackwell GPU, got {device and device.name}; use implementation='xla'"
+        )
+    if device.smem_bytes < _LEAST_SMEM:
+        raise Unsupported(
+            f"{op_name}: {device.name} has {device.smem_bytes} bytes of shared memory a"
+            f" block, the Triton kernel needs {_LEAST_SMEM}; use implementation='xla'"
         )
     if importlib.util.find_spec("jax_triton") is None:
         raise Unsupported(

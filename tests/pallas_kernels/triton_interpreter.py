@@ -6,10 +6,12 @@ program after the other, inside the program that JAX computes. Outputs begin as 
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import threading
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,22 +120,36 @@ def interpreted(monkeypatch, *modules):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel that is launched."""
+
+    name: str
+    kernel: Any
+    dtypes: tuple[str, ...]
+    num_warps: int
+    num_stages: int
+    constants: tuple[tuple[str, Any], ...]
+
+
 def installed(monkeypatch):
     """As where jax-triton is installed; no kernel is made, and results are zero.
 
     Returns:
-        The names of the kernels that are launched, as they are traced.
+        The launches, as they are traced.
     """
-    names = []
+    found = []
 
-    def zeros(*arrays, kernel, out_shape, name, **_):
-        del arrays, kernel
-        names.append(name)
+    def zeros(*arrays, kernel, out_shape, grid, name, num_warps, num_stages, **more):
+        assert all(0 < n < 2**31 for n in grid), grid
+        dtypes = tuple(x.dtype.name for x in (*arrays, *out_shape))
+        constants = tuple(sorted(more.items()))
+        found.append(Launch(name, kernel, dtypes, num_warps, num_stages, constants))
         return tuple(jnp.zeros(x.shape, x.dtype) for x in out_shape)
 
     monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: name)
     _replace(monkeypatch, zeros)
-    return names
+    return found
 
 
 def _replace(monkeypatch, call):

@@ -156,7 +156,7 @@ def installed(monkeypatch):
 def chosen(
     calls, t, h, device, *, s=None, dtype=BF16, gradient=False, kernels=(), **options
 ):
-    """Who computes attention, by what is traced; `kernels` are those in Triton."""
+    """Who computes attention, by what is traced; `kernels` are launches of Triton's."""
     shapes = jax.eval_shape(lambda: operands(2, t, s or t, 4, 2, h, dtype))
     calls.clear()
     run = functools.partial(attention, **options)
@@ -168,7 +168,8 @@ def chosen(
     with use_device(device):
         text = str(jax.make_jaxpr(differentiated if gradient else run)(*shapes))
     if kernels:
-        backward = "varlen_attention_gradient_of_keys" in kernels
+        names = {launch.name for launch in kernels}
+        backward = "varlen_attention_gradient_of_keys" in names
         assert not calls and backward == gradient
         return "triton"
     if "varlen_attention" in text:
