@@ -56,12 +56,15 @@ def launch_of(tokens: int, features: int, device: DeviceSpec) -> Launch:
             num_stages=4 if large and not tall else 3,
         )
     block_m = max(16, 1 << (tokens - 1).bit_length())
+    block_n = 2 * block_m
+    while block_n > 32 and features // block_n < device.num_sms:
+        block_n //= 2
     return Launch(
         block_m=block_m,
-        block_n=32,
+        block_n=block_n,
         block_k=256 if block_m == 16 else 128,
-        num_warps=4,
-        num_stages=4 if block_m <= 32 or large else 3,
+        num_warps=2 if block_m == 16 else 4,
+        num_stages=3 if block_m == 64 else 4,
     )
 
 
