@@ -60,6 +60,7 @@ FORMS: Mapping[str, Callable[[VarlenSpec, bool], Form]] = {
     "xla_mask": baselines.xla_mask,
     "jax_sample": baselines.jax_sample,
     "tokamax": baselines.tokamax,
+    "flash_attn_2": torch_attention.flash_attn_2,
     "flash_attn_4": torch_attention.flash_attn_4,
     "torch_varlen": torch_attention.torch_varlen,
     "torch_sdpa": torch_attention.torch_sdpa,

@@ -59,6 +59,20 @@ def summary(found: Mapping[str, str]) -> str:
     return "; ".join(f"{name} for {', '.join(of)}" for name, of in ops.items())
 
 
+def table(found: Mapping[str, str]) -> str:
+    """What `implementations` found, an op a line.
+
+    Example:
+        >>> print(table({"matmul": "xla", "layer_norm": "triton"}))
+        op          implementation
+        matmul      xla
+        layer_norm  triton
+    """
+    width = max(map(len, found))
+    rows = [("op", "implementation"), *found.items()]
+    return "\n".join(f"{op:{width}}  {name}" for op, name in rows)
+
+
 def _of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 

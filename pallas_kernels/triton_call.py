@@ -3,6 +3,7 @@
 Triton and jax-triton are an extra, so nothing here imports them before a kernel runs.
 """
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -17,19 +18,25 @@ from pallas_kernels.mosaic import DeviceSpec
 
 GENERATIONS = (8, 9, 10, 12)
 """First numbers of compute capabilities: Ampere and Ada, Hopper, Blackwell twice."""
+_LEAST_SMEM = 101_376  # of the GPUs whose tiles are the smallest
 
 
 def check_triton(device: DeviceSpec | None, op_name: str) -> DeviceSpec:
     """Returns the device if Triton's kernels run on it.
 
     Raises:
-        Unsupported: there is no NVIDIA GPU, it is older than Ampere, or jax-triton is
-            not installed.
+        Unsupported: there is no NVIDIA GPU, it is older than Ampere or has too little
+            shared memory, or jax-triton is not installed.
     """
     if device is None or device.compute_capability[0] not in GENERATIONS:
         raise Unsupported(
             f"{op_name}: the Triton kernel needs an NVIDIA Ampere, Ada, Hopper or"
             f" Blackwell GPU, got {device and device.name}; use implementation='xla'"
+        )
+    if device.smem_bytes < _LEAST_SMEM:
+        raise Unsupported(
+            f"{op_name}: {device.name} has {device.smem_bytes} bytes of shared memory a"
+            f" block, the Triton kernel needs {_LEAST_SMEM}; use implementation='xla'"
         )
     if importlib.util.find_spec("jax_triton") is None:
         raise Unsupported(
@@ -40,39 +47,42 @@ def check_triton(device: DeviceSpec | None, op_name: str) -> DeviceSpec:
 
 
 def triton_call(
-    kernel: Any,
+    kernel: str,
     arrays: Sequence[jax.Array],
     out_shape: Sequence[jax.ShapeDtypeStruct],
     *,
-    name: str,
     grid: tuple[int, ...],
     num_warps: int,
     num_stages: int,
     constants: Mapping[str, Any],
 ) -> tuple[jax.Array, ...]:
-    """Launches a kernel.
+    """Launches a kernel; under `jax.vmap` once for each element.
 
     Args:
-        kernel: a function of `triton.jit`, of pointers to the arrays and the outputs,
-            and of the constants.
+        kernel: the op and the name of a function of its `triton_kernels`, as in
+            "layer_norm.normalize": of pointers to the arrays and the outputs, and of
+            the constants.
         arrays: what it reads.
         out_shape: shapes and types of what it writes.
-        name: of the kernel in profiles.
         grid: programs along each axis.
         num_warps: warps of a program.
         num_stages: depth of Triton's pipeline.
         constants: values of the parameters that are `tl.constexpr`.
     """
-    return _jax_triton().triton_call(
-        *arrays,
-        kernel=kernel,
+    op, function = kernel.split(".")
+    kernels = importlib.import_module(f"pallas_kernels.{op}.triton_kernels")
+    call = functools.partial(
+        _jax_triton().triton_call,
+        kernel=getattr(kernels, function),
         out_shape=list(out_shape),
         grid=grid,
-        name=name,
+        name=f"{op}_{function}",
         num_warps=num_warps,
         num_stages=num_stages,
         **constants,
     )
+    # jax-triton has no batching rule.
+    return tuple(jax.custom_batching.sequential_vmap(call)(*arrays))
 
 
 def _jax_triton() -> Any:

@@ -69,13 +69,14 @@ PACKAGES: Mapping[str, Sequence[str]] = {
     "torch*": ("torch",),
     "cudnn*": ("nvidia-cudnn-cu13",),
     "tokamax": ("tokamax",),
+    "flash_attn_2": ("flash-attn", "torch"),
     "flash_attn_4": ("flash-attn-4", "nvidia-cutlass-dsl", "torch"),
     "flash_deberta": ("flashdeberta", "triton", "torch"),
     "vllm*": ("vllm",),
 }
 """What rivals are made of, by patterns of their names; the first that fits counts."""
 
-OPTIONAL = ("tokamax", "flash-attn-4", "flashdeberta", "vllm")
+OPTIONAL = ("tokamax", "flash-attn", "flash-attn-4", "flashdeberta", "vllm")
 """Packages whose rivals are measured only where they are installed."""
 
 

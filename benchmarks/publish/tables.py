@@ -19,7 +19,8 @@ rest; with ``folded=yes`` all rows are behind the fold, for tables below a plot 
 short one. With ``pending=yes`` a table without
 results says so instead of failing, with ``pending=hidden`` it is not there. A plot is a
 block ``<!-- plot:matmul -->``, and ``<!-- table:headlines -->`` is the table of
-`benchmarks.publish.headlines`. What a table was made by (commands, commits, versions)
+`benchmarks.publish.headlines`, ``<!-- table:estimates -->`` that of
+`benchmarks.publish.estimates`. What a table was made by (commands, commits, versions)
 is folded away under it. ``table:pruned_speed`` and its plot join two files:
 `benchmarks.publish.pruned_speed`. Plots that no page shows are removed. Within a line,
 ``<!-- measured:matmul,dense -->`` to ``<!-- /measured -->`` says on how many GPUs there
@@ -37,7 +38,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.measure import comparison, records
-from benchmarks.publish import headlines, plots, pruned_speed
+from benchmarks.publish import estimates, headlines, plots, pruned_speed
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -130,6 +131,9 @@ def fill(text: str, results: pathlib.Path, where: str = "text") -> str:
         if match["name"] == "headlines":
             docs = "" if where.startswith("docs/") else "docs/"
             made = headlines.markdown(results / device, docs)
+            return f"{match['open']}\n{made}\n{match['close']}"
+        if match["name"] == "estimates":
+            made = estimates.markdown(results / device)
             return f"{match['open']}\n{made}\n{match['close']}"
         path = results / device / f"{match['name']}.json"
         record = _record(path)

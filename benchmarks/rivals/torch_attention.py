@@ -40,6 +40,34 @@ def torch_varlen(spec: VarlenSpec, gradient: bool) -> Form:
     return Form(attend, extra=spec.cu_seqlens(), torch=True)
 
 
+def flash_attn_2(spec: VarlenSpec, gradient: bool) -> Form:
+    """FlashAttention-2 by its own package, on packed sequences."""
+    # FlashAttention-4 lies in the same package.
+    want_package("flash_attn.flash_attn_interface", "flash-attn")
+    want_no_more(spec, "softcap", "alibi")
+    left, right = (-1 if w is None else w for w in spec.window)
+    longest = max(spec.lengths_q), max(spec.lengths_k)
+    slopes = slopes_of(spec)
+
+    def attend(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *slopes: Any) -> Any:
+        module = importlib.import_module("flash_attn.flash_attn_interface")
+        return module.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_q,
+            cu_k,
+            *longest,
+            causal=spec.causal,
+            window_size=(left, 0 if spec.causal else right),
+            softcap=spec.softcap or 0.0,
+            alibi_slopes=slopes[0] if slopes else None,
+        )
+
+    more = () if slopes is None else (slopes,)
+    return Form(attend, extra=(*spec.cu_seqlens(), *more), torch=True)
+
+
 def flash_attn_4(spec: VarlenSpec, gradient: bool) -> Form:
     """FlashAttention-4, in CuTe's DSL, on packed sequences; it has Hopper kernels."""
     want_package("flash_attn.cute", "flash-attn-4")

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+
 from jaxscale.cli.devices import announce_devices
 from jaxscale.cli.errors import usage_errors
 from jaxscale.cli.options import parse
@@ -59,6 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     if command.json == "-":
         print(json.dumps(found.to_json(), indent=2))
     else:
+        if jax.devices()[0].platform == "gpu":
+            print(f"{_kernels()}\n")
         print(table(found))
     if command.json not in ("", "-"):
         with usage_errors():
@@ -96,6 +100,14 @@ def table(found: Diagnosis) -> str:
             lines.append(f"{m.name} of {m.size:,} bytes over {count} devices: {rate}")
     lines += [f"fault: {_text(finding)}" for finding in found.findings]
     return "\n".join(lines if found.findings else [*lines, "nothing is wrong"])
+
+
+def _kernels() -> str:
+    """Which implementation each op takes on the device, in bfloat16."""
+    # Here, because it imports every op.
+    from pallas_kernels import implementations
+
+    return implementations.table(implementations.implementations())
 
 
 def _text(finding: Finding) -> str:

@@ -29,7 +29,7 @@ from pallas_kernels.collective_matmul.ops import (
     SCATTER_OUT_NAME,
 )
 from pallas_kernels.matmul.dense import OUT_NAME as DENSE_NAME
-from pallas_kernels.tile_sparse_matmul.api import OUT_NAME as TILE_SPARSE_NAME
+from pallas_kernels.tile_sparse_matmul.passes import OUT_NAME as TILE_SPARSE_NAME
 
 
 type _Carry = tuple[Array, tuple[Any, ...]]

@@ -41,13 +41,15 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """``softmax(mask(softcap(scale * q k^T) - alibi)) v`` without padding.
 
-    With ``implementation=None`` cuDNN runs on NVIDIA GPUs. On Hopper GPUs the kernel of
-    `pallas_kernels.varlen_attention` runs instead if it was measured to be faster (head
-    dims 64 or 128 and sequences of at least 1,024 tokens if the call is differentiated,
-    2,048 if it is not and causal; without a mask 8,192 with head dim 128), if cuDNN
-    does not support the call (a softcap, sinks, ALiBi, more keys than queries, a window
-    on both sides), and if there is no cuDNN, as when a program is lowered for a GPU on
-    a machine without one. XLA runs elsewhere and stores the scores. Differentiable.
+    With ``implementation=None`` cuDNN runs on NVIDIA GPUs. The kernels of
+    `pallas_kernels.varlen_attention`, Mosaic's on Hopper and Triton's from Ampere on,
+    run instead if cuDNN does not support the call (a softcap, sinks, ALiBi, more keys
+    than queries, a window on both sides; head dims above 128 before Hopper), and if
+    there is no cuDNN, as when a program is lowered for a GPU on a machine without one;
+    on Hopper also where Mosaic's was measured to be faster (head dims 64 or 128 and
+    sequences of at least 1,024 tokens if the call is differentiated, 2,048 if it is not
+    and causal; without a mask 8,192 with head dim 128). XLA runs elsewhere and stores
+    the scores, [B,N,T,S]; all others take memory linear in the tokens. Differentiable.
 
     The kernel's schedule is a constant of the program, made while it is traced.
 
@@ -65,7 +67,9 @@ def attention(
             own position, subtracted after the softcap.
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, H at most 256),
             "cudnn" (bfloat16 or float16, H a multiple of 8, at most 256 on Hopper and
-            128 elsewhere), "xla", a sequence of these, or None for the best.
+            128 elsewhere), "triton" (Ampere and later, the types and head dims of
+            "mosaic_gpu"; needs the extra ``triton``), "xla", a sequence of these, or
+            None for the best.
 
     Returns:
         [B,T,N,H] of the type of q; zeros for a query without keys.
@@ -126,8 +130,9 @@ def _attention(
             dispatch,
             "attention",
             {
-                "mosaic_gpu": _mosaic_gpu,
+                "mosaic_gpu": functools.partial(_packed, "mosaic_gpu"),
                 "cudnn": functools.partial(cudnn.attention, device=device),
+                "triton": functools.partial(_packed, "triton"),
                 "xla": xla.attention,
             },
             implementation,
@@ -159,7 +164,8 @@ def _declines(problem: Problem, device: DeviceSpec | None) -> str | None:
     return tuned_configs.declines("attention", problem, device)
 
 
-def _mosaic_gpu(
+def _packed(
+    implementation: str,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -169,6 +175,7 @@ def _mosaic_gpu(
     problem: Problem,
     scale: float,
 ) -> jax.Array:
+    """Each row is one sequence of `varlen_attention`."""
     out: Any = varlen_attention(
         q,
         k,
@@ -179,6 +186,6 @@ def _mosaic_gpu(
         softcap=problem.softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
-        implementation="mosaic_gpu",
+        implementation=implementation,
     )
     return out

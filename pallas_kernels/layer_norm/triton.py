@@ -3,12 +3,9 @@
 Axes: T rows, D columns.
 """
 
-import functools
-import importlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Unsupported
@@ -49,25 +46,19 @@ def layer_norm(
     eps: float,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Normalizes ``x + x_bias + residual``; the sum and the statistics are fp32.
-
-    Args:
-        x: [T,D].
-        scale: [D].
-        bias: [D], or None.
-        residual: [T,D], or None.
-        x_bias: [D], or None.
-        eps: added to the variance.
-        dtype: type of the output.
-
-    Returns:
-        [T,D] of `dtype`.
-    """
-    # jax-triton has no batching rule.
-    run = jax.custom_batching.sequential_vmap(
-        functools.partial(_call, eps=eps, dtype=jnp.dtype(dtype))
+    """See `pallas_kernels.layer_norm.xla.layer_norm`; x is [T,D]."""
+    sizes = constants(x, eps)
+    given = {"bias": bias, "residual": residual, "x_bias": x_bias}
+    (y,) = triton_call(
+        "layer_norm.normalize",
+        (x, scale, *(scale if a is None else a for a in given.values())),
+        [jax.ShapeDtypeStruct(x.shape, dtype)],
+        grid=(-(-x.shape[0] // sizes["block_t"]),),
+        num_warps=warps_of(x.shape[1]),
+        num_stages=2,
+        constants=sizes | {f"has_{n}": a is not None for n, a in given.items()},
     )
-    return run(x, scale, bias, residual, x_bias)
+    return y
 
 
 def constants(x: Any, eps: float) -> dict[str, Any]:
@@ -80,33 +71,6 @@ def constants(x: Any, eps: float) -> dict[str, Any]:
         "block_t": max(1, _AREA // block_d),
         "block_d": block_d,
     }
-
-
-def _call(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    x_bias: jax.Array | None,
-    *,
-    eps: float,
-    dtype: jnp.dtype,
-) -> jax.Array:
-    # Here, because Triton may not be installed.
-    kernels = importlib.import_module("pallas_kernels.layer_norm.triton_kernels")
-    sizes = constants(x, eps)
-    given = {"bias": bias, "residual": residual, "x_bias": x_bias}
-    (y,) = triton_call(
-        kernels.normalize,
-        (x, scale, *(scale if a is None else a for a in given.values())),
-        [jax.ShapeDtypeStruct(x.shape, dtype)],
-        name="layer_norm_triton",
-        grid=(-(-x.shape[0] // sizes["block_t"]),),
-        num_warps=warps_of(x.shape[1]),
-        num_stages=2,
-        constants=sizes | {f"has_{n}": a is not None for n, a in given.items()},
-    )
-    return y
 
 
 def warps_of(width: int) -> int:

@@ -4,8 +4,6 @@ Axes: M tokens, K input features, N output features.
 """
 
 import dataclasses
-import functools
-import importlib
 from typing import Any
 
 import jax
@@ -43,22 +41,30 @@ def launch_of(tokens: int, features: int, device: DeviceSpec) -> Launch:
 
     Example:
         >>> from pallas_kernels.mosaic import H200
-        >>> launch_of(1, 4096, H200).block_n, launch_of(4096, 4096, H200).block_n
-        (32, 128)
+        >>> launch_of(1, 4096, H200).block_n, launch_of(4096, 14336, H200).block_m
+        (32, 256)
     """
+    large = device.smem_bytes > 150_000
     if tokens > 64:
-        stages = 4 if device.smem_bytes > 150_000 else 3
+        tiles = -(-tokens // 256) * -(-features // 128)
+        tall = device.compute_capability[0] == 9 and tiles >= device.num_sms
         return Launch(
-            block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=stages
+            block_m=256 if tall else 128,
+            block_n=128,
+            block_k=64,
+            num_warps=8,
+            num_stages=4 if large and not tall else 3,
         )
-    wide = features // 64 >= 2 * device.num_sms
     block_m = max(16, 1 << (tokens - 1).bit_length())
+    block_n = 2 * block_m
+    while block_n > 32 and features // block_n < device.num_sms:
+        block_n //= 2
     return Launch(
         block_m=block_m,
-        block_n=64 if wide else 32,
-        block_k=128,
-        num_warps=4,
-        num_stages=4 if block_m <= 32 or device.smem_bytes > 150_000 else 3,
+        block_n=block_n,
+        block_k=256 if block_m == 16 else 128,
+        num_warps=2 if block_m == 16 else 4,
+        num_stages=3 if block_m == 64 else 4,
     )
 
 
@@ -102,12 +108,18 @@ def quantized_matmul(
             f"quantized_matmul: empty operands {x.shape} and {w.shape}; use"
             " implementation='xla'"
         )
-    launch = launch_of(x.shape[0], w.shape[0], device)
-    # jax-triton has no batching rule.
-    run = jax.custom_batching.sequential_vmap(
-        functools.partial(_call, out_dtype=jnp.dtype(out_dtype), launch=launch)
+    tokens, features = x.shape[0], w.shape[0]
+    launch = launch_of(tokens, features, device)
+    (y,) = triton_call(
+        "quantized_matmul.multiply",
+        (x, w, scale),
+        [jax.ShapeDtypeStruct((tokens, features), out_dtype)],
+        grid=(-(-features // launch.block_n), -(-tokens // launch.block_m)),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        constants=constants(x, w, launch),
     )
-    return run(x, w, scale)
+    return y
 
 
 def constants(x: Any, w: Any, launch: Launch) -> dict[str, Any]:
@@ -120,27 +132,3 @@ def constants(x: Any, w: Any, launch: Launch) -> dict[str, Any]:
         "block_n": launch.block_n,
         "block_k": launch.block_k,
     }
-
-
-def _call(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-    *,
-    out_dtype: jnp.dtype,
-    launch: Launch,
-) -> jax.Array:
-    # Here, because Triton may not be installed.
-    kernels = importlib.import_module("pallas_kernels.quantized_matmul.triton_kernels")
-    tokens, features = x.shape[0], w.shape[0]
-    (y,) = triton_call(
-        kernels.multiply,
-        (x, w, scale),
-        [jax.ShapeDtypeStruct((tokens, features), out_dtype)],
-        name="quantized_matmul_triton",
-        grid=(-(-features // launch.block_n), -(-tokens // launch.block_m)),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        constants=constants(x, w, launch),
-    )
-    return y

@@ -10,8 +10,6 @@ tile, G columns of a tile.
 """
 
 import dataclasses
-import functools
-import importlib
 from typing import Any
 
 import jax
@@ -36,42 +34,38 @@ class Launch:
     """Depth of the pipeline; for gathers Triton buffers about half as many steps."""
 
 
-def launch_of(tokens: int, tile: int, tiles: int, device: DeviceSpec) -> Launch:
+def launch_of(tokens: int, tile: int, device: DeviceSpec) -> Launch:
     """Choose the launch of a matmul on a GPU.
 
     Args:
         tokens: M.
         tile: G.
-        tiles: T.
-        device: compute capability and number of multiprocessors.
+        device: its generation.
 
     Returns:
-        Blocks as large as registers and shared memory hold, but small enough that all
-        multiprocessors have one.
+        On Hopper what was fastest on an H200, elsewhere blocks as large as registers
+        and shared memory hold.
 
     Example:
         >>> from pallas_kernels.mosaic import H200
-        >>> launch_of(4096, 128, 32, H200).block_tokens
-        256
-        >>> launch_of(512, 128, 32, H200).block_tokens
+        >>> launch_of(4096, 128, H200).block_tokens
         128
+        >>> launch_of(32, 128, H200).block_tokens
+        32
     """
     hopper = device.compute_capability[0] == 9
-    most = min(32_768 // tile, 256) if hopper else min(16_384 // tile, 128)
     block = 16
-    while block < min(tokens, most) and (
-        block < 128 or -(-tokens // (2 * block)) * tiles >= device.num_sms
-    ):
+    while block < min(tokens, 128, 16_384 // tile):
         block *= 2
     area = block * tile
     # 5 stages buffer three steps, 7 four. All but the A100 and Hopper have 99 KB.
     if hopper:
-        stages = 5 if area > 16_384 else 7 if area > 8_192 else 9
+        stages = 5 if area > 8_192 else 7
     else:
         stages = 7 if device.compute_capability == (8, 0) else 5
     return Launch(
         block_tokens=block,
-        num_warps=8 if area > 16_384 or (area == 16_384 and not hopper) else 4,
+        num_warps=8 if area == 16_384 and not hopper else 4,
         num_stages=stages,
     )
 
@@ -109,18 +103,32 @@ def tile_sparse_matmul(
     tokens = x.shape[1]
     x = jnp.pad(x, ((0, 0), (0, -tokens % 8)))  # rows start at multiples of 16 bytes
     if launch is None:
-        launch = launch_of(tokens, w.tile, w.tiles, device)
-    # jax-triton has no batching rule.
-    run = jax.custom_batching.sequential_vmap(
-        functools.partial(
-            _call,
-            features=w.packed_columns,
-            activation=activation,
-            y_major=y_major,
-            launch=launch,
-        )
+        launch = launch_of(tokens, w.tile, device)
+    features, padded = w.packed_columns, x.shape[1]
+    (y,) = triton_call(
+        "tile_sparse_matmul.multiply",
+        # Without a bias it is some pointer.
+        (x, w.values, w.rows, w.counts, w.counts if bias is None else bias),
+        [
+            jax.ShapeDtypeStruct(
+                (features, padded) if y_major else (padded, features), x.dtype
+            )
+        ],
+        grid=(-(-padded // launch.block_tokens), w.tiles),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        constants={
+            "tokens": padded,
+            "features": features,
+            "room": w.room,
+            "tile": w.tile,
+            "block_tokens": launch.block_tokens,
+            "step": STEP,
+            "has_bias": bias is not None,
+            "activation": activation or "none",
+            "y_major": y_major,
+        },
     )
-    y = run(x, w.values, w.rows, w.counts, bias)
     if y.shape[1 if y_major else 0] == tokens:
         return y
     return y[:, :tokens] if y_major else y[:tokens]
@@ -156,10 +164,18 @@ def grad_values(
     aligned = ((0, 0), (0, -tokens % 8))  # rows start at multiples of 16 bytes
     x = jnp.pad(x, aligned)
     dy = jnp.pad(dy, aligned) if y_major else dy
-    run = jax.custom_batching.sequential_vmap(
-        functools.partial(_call_grad, tokens=tokens, y_major=y_major, device=device)
+    launch = grad_launch_of(w.tile, device)
+    features = dy.shape[0 if y_major else 1]
+    (grad,) = triton_call(
+        "tile_sparse_matmul.gradient_of_values",
+        (x, dy, w.rows, w.counts),
+        [jax.ShapeDtypeStruct(w.values.shape, w.values.dtype)],
+        grid=(-(-w.room // launch.block_tokens), w.tiles),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        constants=grad_constants(x, w.values, tokens, features, y_major, launch),
     )
-    return run(x, dy, w.values, w.rows, w.counts)
+    return grad
 
 
 def grad_launch_of(tile: int, device: DeviceSpec) -> Launch:
@@ -188,38 +204,6 @@ def grad_constants(
     }
 
 
-def _call_grad(
-    x: jax.Array,
-    dy: jax.Array,
-    values: jax.Array,
-    rows: jax.Array,
-    counts: jax.Array,
-    *,
-    tokens: int,
-    y_major: bool,
-    device: DeviceSpec,
-) -> jax.Array:
-    tiles, room, tile = values.shape
-    launch = grad_launch_of(tile, device)
-    features = dy.shape[0 if y_major else 1]
-    (grad,) = triton_call(
-        kernels().gradient_of_values,
-        (x, dy, rows, counts),
-        [jax.ShapeDtypeStruct(values.shape, values.dtype)],
-        name="tile_sparse_matmul_grad_triton",
-        grid=(-(-room // launch.block_tokens), tiles),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        constants=grad_constants(x, values, tokens, features, y_major, launch),
-    )
-    return grad
-
-
-def kernels() -> Any:
-    """The kernels; imported here because Triton may not be installed."""
-    return importlib.import_module("pallas_kernels.tile_sparse_matmul.triton_kernels")
-
-
 def _check(x: jax.Array, w: TileSparse, device: DeviceSpec | None) -> DeviceSpec:
     """Returns the device if the kernel serves the operands there."""
     device = check_triton(device, "tile_sparse_matmul")
@@ -235,40 +219,3 @@ def _check(x: jax.Array, w: TileSparse, device: DeviceSpec | None) -> DeviceSpec
             " implementation='xla'"
         )
     return device
-
-
-def _call(
-    x: jax.Array,
-    values: jax.Array,
-    rows: jax.Array,
-    counts: jax.Array,
-    bias: jax.Array | None,
-    *,
-    features: int,
-    activation: str | None,
-    y_major: bool,
-    launch: Launch,
-) -> jax.Array:
-    (tiles, room, tile), tokens = values.shape, x.shape[1]
-    shape = (features, tokens) if y_major else (tokens, features)
-    (y,) = triton_call(
-        kernels().multiply,
-        (x, values, rows, counts, counts if bias is None else bias),  # some pointer
-        [jax.ShapeDtypeStruct(shape, x.dtype)],
-        name="tile_sparse_matmul_triton",
-        grid=(-(-tokens // launch.block_tokens), tiles),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        constants={
-            "tokens": tokens,
-            "features": features,
-            "room": room,
-            "tile": tile,
-            "block_tokens": launch.block_tokens,
-            "step": STEP,
-            "has_bias": bias is not None,
-            "activation": activation or "none",
-            "y_major": y_major,
-        },
-    )
-    return y

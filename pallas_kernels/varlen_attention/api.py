@@ -45,7 +45,12 @@ IMPLEMENTATIONS: Mapping[str, Callable[..., Passes]] = {
     "triton": varlen_attention_triton,
     "xla": varlen_attention_xla,
 }
-"""Functions that return the passes of a call or decline it, the preferred one first."""
+"""Functions that return the passes of a call or decline it, the preferred one first.
+
+cuDNN's packed attention is none of them. JAX has it in a private function, from Hopper
+on alone, where the Mosaic kernel is faster, and its statistics take memory for each
+pair of a sequence and a token.
+"""
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -152,26 +152,51 @@ def _numbers(a, rows, inside, other: tl.constexpr, masked: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def _weigh(
+    sums, weights, before, v, first, end_k,
+    kv_heads: tl.constexpr, value_dim: tl.constexpr,
+    block_k: tl.constexpr, block_v: tl.constexpr, masked: tl.constexpr,
+):  # fmt: skip
+    """Add the values of keys from `first` on by their weights."""
+    j = first + tl.arange(0, block_k)
+    columns = tl.arange(0, block_v)
+    values = _tile(
+        v, j, kv_heads * value_dim, columns, j < end_k, value_dim, block_v, masked
+    )
+    return tl.dot(weights.to(v.dtype.element_ty), values, sums * before[:, None])
+
+
+@triton.jit
+@no_type_check
 def _attend(
-    sums, most, total,
+    sums, most, total, weights, before, previous,
     q, k, v, i, start, stop, whole, ragged, end, end_k, slope,
     kv_heads: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_k: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
-    left: tl.constexpr, right: tl.constexpr, masked: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr, late: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax of a tile of queries over keys from `start` to `stop`."""
-    columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
+    """The online softmax of a tile of queries over keys from `start` to `stop`.
+
+    With `late` the weights of a step, which are returned, meet their values in the next
+    step: these products run while the weights of that step are computed.
+    """
+    columns_h = tl.arange(0, block_h)
     shift = end_k - end
     steps = _number_of_steps(start, stop, whole, ragged, block_k, masked)
     for number in range(steps):
         first = _step(number, start, whole, ragged, block_k, masked)
         j = first + tl.arange(0, block_k)
-        inside = j < end_k
         keys = _tile(
-            k, j, kv_heads * head_dim, columns_h, inside, head_dim, block_h, masked
+            k, j, kv_heads * head_dim, columns_h, j < end_k, head_dim, block_h, masked
         )
         products = tl.dot(q, tl.trans(keys))
+        if late:
+            sums = _weigh(
+                sums, weights, before, v, previous, end_k,
+                kv_heads, value_dim, block_k, block_v, masked,
+            )  # fmt: skip
+            previous = first
         # Of products alone the maximum is taken first, and the scale is part of the
         # multiply-add of the exponent.
         plain: tl.constexpr = softcap == 0 and slope is None and scale > 0
@@ -186,15 +211,17 @@ def _attend(
         new = tl.maximum(most, tl.max(scores, 1) * factor)
         # A query that has seen nothing yet: -inf - -inf is no number.
         shared = tl.where(new == float("-inf"), 0.0, new) if masked else new
+        # Rounded where they are multiplied: only so do they stay in registers.
         weights = tl.exp2(scores * factor - shared[:, None])
         before = tl.exp2(most - shared)
         total = total * before + tl.sum(weights, 1)
-        values = _tile(
-            v, j, kv_heads * value_dim, columns_v, inside, value_dim, block_v, masked
-        )
-        sums = tl.dot(weights.to(v.dtype.element_ty), values, sums * before[:, None])
         most = new
-    return sums, most, total
+        if not late:
+            sums = _weigh(
+                sums, weights, before, v, first, end_k,
+                kv_heads, value_dim, block_k, block_v, masked,
+            )  # fmt: skip
+    return sums, most, total, weights, before, previous
 
 
 @triton.jit
@@ -210,6 +237,7 @@ def forward(
     scale: tl.constexpr, softcap: tl.constexpr,
     left: tl.constexpr, right: tl.constexpr,
     has_sinks: tl.constexpr, has_slopes: tl.constexpr, with_rest: tl.constexpr,
+    late: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one head: out, lse, and what rounding took from out.
 
@@ -249,12 +277,20 @@ def forward(
         first, last, end, begin_k, end_k, left, right
     )
     whole, ragged = _phases(start, stop, all_start, all_stop, block_k)
+    weights = tl.zeros((block_q, block_k), tl.float32)
+    before = tl.full((block_q,), 1.0, tl.float32)
+    previous = whole
     for masked in tl.static_range(2):
-        sums, most, total = _attend(
-            sums, most, total, q_tile, k, v, i,
-            start, stop, whole, ragged, end, end_k, slope,
+        sums, most, total, weights, before, previous = _attend(
+            sums, most, total, weights, before, previous,
+            q_tile, k, v, i, start, stop, whole, ragged, end, end_k, slope,
             kv_heads, head_dim, value_dim, block_k, block_h, block_v,
-            scale, softcap, left, right, masked,
+            scale, softcap, left, right, late, masked,
+        )  # fmt: skip
+    if late:
+        sums = _weigh(
+            sums, weights, before, v, previous, end_k,
+            kv_heads, value_dim, block_k, block_v, True,
         )  # fmt: skip
 
     inside = i < end

@@ -116,7 +116,7 @@ def test_forms_refuse_what_they_lack(name, monkeypatch):
             "modernbert_local": {"cudnn_packed", "jax_sample", "mosaic_gpu_static"},
             "gpt_oss_local": {
                 *("cudnn_packed", "cudnn_padded", "xla_mask", "jax_sample", "tokamax"),
-                *("torch_varlen", "torch_sdpa", "mosaic_gpu_static"),
+                *("torch_varlen", "torch_sdpa", "mosaic_gpu_static", "flash_attn_2"),
             },
             "mpt_7b_alibi": {
                 *("cudnn_packed", "jax_sample", "torch_varlen", "torch_sdpa"),
@@ -144,8 +144,12 @@ def test_whole_rows_are_the_op_of_whole_rows():
 
 def test_what_is_not_installed_is_said(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for name, package in (("tokamax", "tokamax"), ("flash_attn_4", "flash-attn-4")):
-        with pytest.raises(NotImplementedError, match=f"{package} is not installed"):
+    for name, package in (
+        ("tokamax", "tokamax"),
+        ("flash_attn_2", "flash-attn"),
+        ("flash_attn_4", "flash-attn-4"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"^{package} is not installed"):
             benchmark.FORMS[name](benchmark.QUICK[0], False)
 
 

@@ -11,10 +11,11 @@ import jax
 import pytest
 
 from jaxscale import cli
-from jaxscale.cli import devices
+from jaxscale.cli import devices, diagnose
 from jaxscale.cli.notices import library_notices
 from pallas_kernels import H200, use_device
 from tests.pallas_kernels.triton_compiled import DEVICES
+from tests.pallas_kernels.triton_interpreter import installed
 
 
 # Ends the process at the first import of what takes long to load.
@@ -130,6 +131,14 @@ def test_the_kernels_of_a_gpu_are_said_in_a_line(monkeypatch, capsys):
         assert kernels.startswith(f"jaxscale: kernels: {line}")
         assert len(hints) == len(more)
         assert all(word in hint for word, hint in zip(more, hints, strict=True))
+
+
+def test_diagnose_has_a_table_of_them(monkeypatch):
+    installed(monkeypatch)
+    with use_device(DEVICES[80]):
+        lines = dict(line.split() for line in diagnose._kernels().splitlines())
+    assert lines["op"] == "implementation"
+    assert lines["varlen_attention"] == "triton" and lines["matmul"] == "xla"
 
 
 def test_a_gpu_is_known_by_its_driver_or_its_tool(monkeypatch, tmp_path):

@@ -3,17 +3,11 @@
 import dataclasses
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import triton_call
 from pallas_kernels.implementations import implementations
-from pallas_kernels.layer_norm import triton as layer_norm
-from pallas_kernels.paged_attention import triton as paged_attention
-from pallas_kernels.quantized_matmul import triton as quantized_matmul
-from pallas_kernels.tile_sparse_matmul import triton as tile_sparse_matmul
-from pallas_kernels.varlen_attention import triton as varlen_attention
 from tests.pallas_kernels.triton_compiled import DEVICES
+from tests.pallas_kernels.triton_interpreter import installed
 
 
 ROOT = Path(__file__).parents[2]
@@ -31,22 +25,7 @@ COLUMNS = {
 
 @pytest.fixture
 def with_triton(monkeypatch):
-    """As where jax-triton is installed; no kernel is made."""
-    monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: name)
-    for module in (
-        layer_norm,
-        paged_attention,
-        quantized_matmul,
-        tile_sparse_matmul,
-        varlen_attention,
-    ):
-        monkeypatch.setattr(
-            module,
-            "triton_call",
-            lambda kernel, arrays, out_shape, **_: tuple(
-                jnp.zeros(x.shape, x.dtype) for x in out_shape
-            ),
-        )
+    installed(monkeypatch)
 
 
 def test_on_a_cpu_and_on_old_gpus_all_is_xla(with_triton):
@@ -62,7 +41,8 @@ def test_without_triton_only_hopper_has_kernels():
 
 def test_the_table_of_the_docs(with_triton):
     found = {name: implementations(device) for name, device in COLUMNS.items()}
-    ops = [op for op in found["A100"] if op != "attention"]  # cuDNN is not here
+    assert found["A100"]["attention"] == "triton"  # cuDNN's where that is
+    ops = [op for op in found["A100"] if op != "attention"]
     lines = [
         "| Op | " + " | ".join(COLUMNS) + " |",
         "|---|" + "---|" * len(COLUMNS),

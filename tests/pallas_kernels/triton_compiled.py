@@ -26,7 +26,10 @@ DEVICES = {
     100: _device(100, 232_448),
     120: _device(120, 101_376),
 }
-"""A100, L40S (and RTX 30 and 40), H200, B200, RTX 50, by compute capability."""
+"""A100, L40S (and RTX 40), H200, B200, RTX 50, by compute capability."""
+
+CHIPS = DEVICES | {86: _device(86, 101_376)}
+"""And the RTX 30."""
 
 TENSOR_CORES = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 """Their instructions where they are not ``mma.sync``."""

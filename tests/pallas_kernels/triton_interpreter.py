@@ -1,18 +1,24 @@
 """Triton's kernels on a CPU: its interpreter in the place of jax-triton.
 
-`interpreted(monkeypatch)` makes `pallas_kernels.triton_call` run kernels by numpy, one
+`interpreted(monkeypatch)` has `pallas_kernels.triton_call` run kernels by numpy, one
 program after the other, inside the program that JAX computes. Outputs begin as NaN.
+`installed(monkeypatch)` has programs traced as where jax-triton is installed.
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import threading
+import types
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import triton_call
 from pallas_kernels.mosaic import H200
 
 
@@ -91,13 +97,13 @@ def _run(kernel, arrays, out_shape, grid, constants):
     return tuple(outputs)
 
 
-def _triton_call(kernel, arrays, out_shape, *, grid, constants, **launch):
-    del launch
+def _triton_call(*arrays, kernel, out_shape, grid, **constants):
+    for launch in ("name", "num_warps", "num_stages"):
+        constants.pop(launch)
     run = functools.partial(
         _run, kernel, out_shape=out_shape, grid=grid, constants=constants
     )
-    shapes = tuple(out_shape)
-    return jax.pure_callback(lambda *a: run(arrays=a), shapes, *arrays)
+    return jax.pure_callback(lambda *a: run(arrays=a), tuple(out_shape), *arrays)
 
 
 def interpreted(monkeypatch, *modules):
@@ -105,10 +111,47 @@ def interpreted(monkeypatch, *modules):
 
     Args:
         monkeypatch: pytest's.
-        *modules: those that import `triton_call` and `check_triton`.
+        *modules: those that import `check_triton`.
     """
+    _replace(monkeypatch, _triton_call)
     for module in modules:
-        monkeypatch.setattr(module, "triton_call", _triton_call)
         monkeypatch.setattr(
             module, "check_triton", lambda device, op_name: device or H200
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel that is launched."""
+
+    name: str
+    kernel: Any
+    dtypes: tuple[str, ...]
+    num_warps: int
+    num_stages: int
+    constants: tuple[tuple[str, Any], ...]
+
+
+def installed(monkeypatch):
+    """As where jax-triton is installed; no kernel is made, and results are zero.
+
+    Returns:
+        The launches, as they are traced.
+    """
+    found = []
+
+    def zeros(*arrays, kernel, out_shape, grid, name, num_warps, num_stages, **more):
+        assert all(0 < n < 2**31 for n in grid), grid
+        dtypes = tuple(x.dtype.name for x in (*arrays, *out_shape))
+        constants = tuple(sorted(more.items()))
+        found.append(Launch(name, kernel, dtypes, num_warps, num_stages, constants))
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in out_shape)
+
+    monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: name)
+    _replace(monkeypatch, zeros)
+    return found
+
+
+def _replace(monkeypatch, call):
+    module = types.SimpleNamespace(triton_call=call)
+    monkeypatch.setattr(triton_call, "_jax_triton", lambda: module)

@@ -24,6 +24,7 @@ from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.varlen_attention import varlen_attention
 from tests.interpreter import interpret_mosaic_gpu
 from tests.lowering import lower_for_cuda
+from tests.pallas_kernels import triton_interpreter
 from tests.tiers import exhaustive
 from tests.tolerances import RELATIVE, relative_error
 
@@ -152,8 +153,10 @@ def installed(monkeypatch):
     return calls
 
 
-def chosen(calls, t, h, device, *, s=None, dtype=BF16, gradient=False, **options):
-    """Who computes attention, by what is traced."""
+def chosen(
+    calls, t, h, device, *, s=None, dtype=BF16, gradient=False, kernels=(), **options
+):
+    """Who computes attention, by what is traced; `kernels` are launches of Triton's."""
     shapes = jax.eval_shape(lambda: operands(2, t, s or t, 4, 2, h, dtype))
     calls.clear()
     run = functools.partial(attention, **options)
@@ -164,6 +167,11 @@ def chosen(calls, t, h, device, *, s=None, dtype=BF16, gradient=False, **options
 
     with use_device(device):
         text = str(jax.make_jaxpr(differentiated if gradient else run)(*shapes))
+    if kernels:
+        names = {launch.name for launch in kernels}
+        backward = "varlen_attention_gradient_of_keys" in names
+        assert not calls and backward == gradient
+        return "triton"
     if "varlen_attention" in text:
         assert not calls and ("varlen_attention_backward" in text) == gradient
         return "mosaic_gpu"
@@ -197,6 +205,32 @@ def test_the_faster_kernel_is_chosen(installed, causal, gradient):
     ):
         if not (causal and "window" in options):
             assert choose(512, 64, H200, **options) == "mosaic_gpu"
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_what_cudnn_cannot_do_is_left_to_triton(installed, gradient, monkeypatch):
+    """Before Hopper, so that no scores are stored."""
+    kernels = triton_interpreter.installed(monkeypatch)
+
+    def choose(t, h, device=A100, **options):
+        kernels.clear()
+        options |= {"kernels": kernels, "gradient": gradient}
+        return chosen(installed, t, h, device, **options)
+
+    assert choose(4096, 128) == choose(64, 64, causal=True) == "cudnn"
+    assert choose(64, 136) == choose(64, 256) == "triton"
+    for options in (
+        {"softcap": 2.0},
+        {"s": 600},
+        {"window": (8, 8)},
+        {"sinks": jnp.ones(4)},
+        {"alibi_slopes": jnp.ones(4)},
+        {"implementation": "triton"},
+    ):
+        assert choose(512, 64, **options) == "triton"
+    assert choose(512, 264) == choose(512, 64, dtype=jnp.float32) == "xla"
+    monkeypatch.setattr(cudnn, "_missing", lambda: "there is none")
+    assert choose(4096, 128) == "triton"
 
 
 def test_what_is_asked_for_by_name_is_not_replaced(installed):

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import triton_call
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
-from pallas_kernels.tile_sparse_matmul import api, tile_sparse_matmul, triton
+from pallas_kernels.tile_sparse_matmul import passes, tile_sparse_matmul, triton
 from tests.pallas_kernels.tile_sparse_matmul.cases import random_weight
 from tests.pallas_kernels.triton_compiled import DEVICES, TENSOR_CORES, compile_for
 from tests.pallas_kernels.triton_interpreter import interpreted
@@ -33,8 +33,10 @@ pytest.importorskip("triton")
     ],
 )
 def test_kernel_compiles(capability, tokens, tile, dtype, activation, y_major):
+    from pallas_kernels.tile_sparse_matmul import triton_kernels
+
     device = DEVICES[capability]
-    launch = triton.launch_of(tokens, tile, 4096 // tile, device)
+    launch = triton.launch_of(tokens, tile, device)
     constants = {
         "tokens": tokens,
         "features": 4096,
@@ -48,7 +50,7 @@ def test_kernel_compiles(capability, tokens, tile, dtype, activation, y_major):
     }
     kernel, _, _ = compile_for(
         capability,
-        triton.kernels().multiply,
+        triton_kernels.multiply,
         [dtype, dtype, "int32", "int32", dtype, dtype],
         constants,
         num_warps=launch.num_warps,
@@ -65,13 +67,15 @@ def test_kernel_compiles(capability, tokens, tile, dtype, activation, y_major):
 @pytest.mark.parametrize("capability", DEVICES)
 @pytest.mark.parametrize(("tile", "y_major"), [(64, True), (128, False), (256, True)])
 def test_gradient_compiles(capability, tile, y_major):
+    from pallas_kernels.tile_sparse_matmul import triton_kernels
+
     device = DEVICES[capability]
     launch = triton.grad_launch_of(tile, device)
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     values = jax.ShapeDtypeStruct((4096 // tile, 1024, tile), jnp.bfloat16)
     kernel, _, stack = compile_for(
         capability,
-        triton.kernels().gradient_of_values,
+        triton_kernels.gradient_of_values,
         [x.dtype, x.dtype, "int32", "int32", x.dtype],
         triton.grad_constants(x, values, 4096, 4096, y_major, launch),
         num_warps=launch.num_warps,
@@ -90,7 +94,7 @@ def test_values_and_gradients(layout, granularity, monkeypatch):
     interpreted(monkeypatch, triton)
     outputs, pruned = 160, (3,)
     if granularity == 64:  # the transpose has tiles, too
-        monkeypatch.setattr(api, "_dense_grad_inputs", None)
+        monkeypatch.setattr(passes, "_dense_grad_inputs", None)
         outputs, pruned = 192, ()
     w, dense, mask = random_weight(
         256, outputs, 64, [64, 0, 128], granularity, jnp.float16, pruned=pruned

@@ -1,5 +1,7 @@
 """The Triton kernels on a CPU: values by its interpreter, compiled for GPUs."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,32 +45,33 @@ def run(options, implementation="triton"):
 
 
 @pytest.mark.parametrize(
-    ("feature", "lengths"),
+    ("feature", "lengths", "late"),
     first(
         [
-            ("causal grouped", "awkward"),
-            ("window both", "cross"),
-            ("all", "cross"),
-            ("full", "zeros"),
-            ("full", "full budget"),
-            ("window left", "cross"),
-            ("window right", "awkward"),
-            ("window of one", "awkward"),
-            ("multi-query", "awkward"),
-            ("softcap", "cross"),
-            ("sinks", "zeros"),
-            ("alibi", "cross"),
+            ("causal grouped", "awkward", True),
+            ("window both", "cross", False),
+            ("all", "cross", True),
+            ("full", "zeros", False),
+            ("full", "full budget", True),
+            ("window left", "cross", True),
+            ("window right", "awkward", False),
+            ("window of one", "awkward", False),
+            ("multi-query", "awkward", True),
+            ("softcap", "cross", False),
+            ("sinks", "zeros", True),
+            ("alibi", "cross", False),
         ],
-        ("causal grouped", "awkward"),
-        ("window both", "cross"),
-        ("all", "cross"),
-        ("full", "zeros"),
+        ("causal grouped", "awkward", True),
+        ("window both", "cross", False),
+        ("all", "cross", True),
+        ("full", "zeros", False),
     ),
 )
-def test_values_and_gradients(feature, lengths, monkeypatch):
+def test_values_and_gradients(feature, lengths, late, monkeypatch):
     """Also with NaN in what no sequence holds and in memory that is not written."""
     interpreted(monkeypatch, triton)
-    monkeypatch.setattr(triton, "launch_of", lambda *_: SMALL)
+    launch = dataclasses.replace(SMALL, late=late)
+    monkeypatch.setattr(triton, "launch_of", lambda *_: launch)
     tensors, options = cases.arrays(feature, DTYPE, TOKENS)
     cu_q, cu_k = (cases.prefix_sums(x) for x in LENGTHS[lengths])
     cotangents = cases.cotangents(DTYPE, TOKENS)
@@ -132,7 +135,10 @@ DTYPES = {
 @pytest.mark.parametrize("capability", DEVICES)
 @pytest.mark.parametrize("name", DTYPES)
 def test_kernels_compile(name, capability, head_dim):
-    """They fit shared memory, and registers but for a few words of a thread."""
+    """They fit shared memory, and registers but for some words of a thread.
+
+    An H200 was fastest with tiles that spill more, outside of the inner loop.
+    """
     from pallas_kernels.varlen_attention import triton_kernels
 
     device = DEVICES[capability]
@@ -142,7 +148,7 @@ def test_kernels_compile(name, capability, head_dim):
     scores = Scores((None, 0), head_dim**-0.5)
     constants = triton.kernel_constants(Inputs(q, k, k, None), scores, launch)
     if name == "forward":
-        constants |= {"has_sinks": False, "with_rest": True}
+        constants |= {"has_sinks": False, "with_rest": True, "late": launch.late}
     found, _, stack = compile_for(
         capability,
         getattr(triton_kernels, name),
@@ -152,7 +158,7 @@ def test_kernels_compile(name, capability, head_dim):
         num_stages=launch.num_stages,
     )
     assert found.metadata.shared <= device.smem_bytes
-    assert stack <= 80
+    assert stack <= (720 if capability == 90 else 80)
     ptx = found.asm["ptx"]
     assert ("cp.async" in ptx) == (launch.num_stages > 1)
     assert TENSOR_CORES.get(capability, "mma.sync") in ptx

@@ -1,5 +1,7 @@
 """The Triton kernels on a GPU: values, gradients, repeatability, poisoned memory."""
 
+import itertools
+
 import jax.numpy as jnp
 import pytest
 
@@ -9,15 +11,19 @@ from tests.pallas_kernels.varlen_attention.test_mosaic_gpu_gpu import (
     LENGTHS,
     check,
 )
+from tests.tiers import first
 
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("jax_triton")
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+CASES = list(itertools.product([64, 128, 256], FEATURES, LENGTHS))
+# Each feature with each head dim, and over these with each kind of lengths.
+QUICK = [case for i, case in enumerate(CASES) if i % 5 == (i // 5 + i // 30) % 5]
+
+
+@pytest.mark.parametrize(("head_dim", "feature", "lengths"), first(CASES, *QUICK))
 def test_values_and_gradients(head_dim, feature, lengths):
     options = FEATURES[feature]
     check(*LENGTHS[lengths], head_dim, *options, implementation="triton")
