@@ -60,7 +60,11 @@ FORMS: Mapping[str, Callable[[VarlenSpec, bool], Form]] = {
     "xla_mask": baselines.xla_mask,
     "jax_sample": baselines.jax_sample,
     "tokamax": baselines.tokamax,
+    "flash_attn_3": torch_attention.flash_attn_3,
     "flash_attn_4": torch_attention.flash_attn_4,
+    "flash_attn_4_deterministic": functools.partial(
+        torch_attention.flash_attn_4, deterministic=True
+    ),
     "torch_varlen": torch_attention.torch_varlen,
     "torch_sdpa": torch_attention.torch_sdpa,
     "torch_flex": torch_attention.torch_flex,
@@ -301,7 +305,8 @@ def run(prepared: Prepared, names: Sequence[str], samples: int) -> Results:
         _, by_largest, more = ready[name]
         rate = flops / statistics.median(taken[name]) / 1e12
         metrics = {"tflops": rate, **more}
-        results[name] = Measurement(taken[name], by_largest, metrics)
+        versions = dict(prepared.forms[name][0].versions)
+        results[name] = Measurement(taken[name], by_largest, metrics, versions=versions)
     return {name: results[name] for name in names}
 
 

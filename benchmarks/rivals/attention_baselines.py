@@ -8,7 +8,8 @@ packed tokens, L padded length, N query heads, K key/value heads, H head dim.
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -80,6 +81,7 @@ class Form:
         torch: whether it takes tensors of torch.
         prepare: turns q, k, v into what `attend` takes, outside the timing.
         dq_factor: what the gradient of q is to be multiplied with.
+        versions: of packages that this environment does not have.
     """
 
     attend: Callable
@@ -88,6 +90,7 @@ class Form:
     torch: bool = False
     prepare: Callable | None = None
     dq_factor: float = 1.0
+    versions: Mapping[str, str] = MappingProxyType({})
 
     def lay(self, spec: VarlenSpec, gradient: bool, *packed: jax.Array) -> tuple:
         """The operands of `function` from packed q, k, v and gradients."""
