@@ -52,6 +52,9 @@ from pallas_kernels.varlen_attention.specs import (
 
 FORMS: Mapping[str, Callable[[VarlenSpec, bool], Form]] = {
     "mosaic_gpu": functools.partial(baselines.ours, "mosaic_gpu"),
+    "mosaic_gpu_any_order": functools.partial(
+        baselines.ours, "mosaic_gpu", deterministic=False
+    ),
     "mosaic_gpu_static": baselines.whole_rows,
     "triton": functools.partial(baselines.ours, "triton"),
     "xla": functools.partial(baselines.ours, "xla"),

@@ -185,8 +185,12 @@ def _want_top_left(spec: VarlenSpec) -> None:
         raise NotImplementedError("its causal mask begins at the top left corner")
 
 
-def ours(implementation: str, spec: VarlenSpec, gradient: bool) -> Form:
+def ours(
+    implementation: str, spec: VarlenSpec, gradient: bool, deterministic: bool = True
+) -> Form:
     """`varlen_attention`."""
+    if not gradient and not deterministic:
+        raise NotImplementedError("without gradients it is the same")
     same = self_attention(spec)
     per_head = {"alibi_slopes": slopes_of(spec), "sinks": sinks_of(spec)}
     per_head = {name: x for name, x in per_head.items() if x is not None}
@@ -201,6 +205,7 @@ def ours(implementation: str, spec: VarlenSpec, gradient: bool) -> Form:
             causal=spec.causal,
             window=spec.window,
             softcap=spec.softcap,
+            deterministic=deterministic,
             implementation=implementation,
             **dict(zip(per_head, heads, strict=True)),
         )

@@ -107,7 +107,8 @@ def test_forms_refuse_what_they_lack(name, monkeypatch):
     refused = set()
     for form in benchmark.FORMS:
         try:
-            benchmark.FORMS[form](spec, form == "flash_attn_4_deterministic")
+            gradient = form in ("flash_attn_4_deterministic", "mosaic_gpu_any_order")
+            benchmark.FORMS[form](spec, gradient)
         except NotImplementedError:
             refused.add(form)
     assert (

@@ -189,6 +189,27 @@ CASES = {
         {"causal": True},
         MosaicGpuConfig(backward=BackwardBlocks(block_k=64, splits=2)),
     ),
+    "one long, causal, any order": (
+        [3, 150, 0, 20],
+        [3, 150, 0, 20],
+        (176, 176, 2, 1, 64),
+        {"causal": True, "deterministic": False},
+        NARROW,
+    ),
+    "cross lengths, window, any order": (
+        [5, 100, 0, 9, 3],
+        [64, 133, 7, 0, 5],
+        (120, 216, 2, 1, 128),
+        {"window": (20, 3), "deterministic": False, "alibi_slopes": True},
+        None,
+    ),
+    "one long, any order, head dim 256": (
+        [3, 150],
+        [3, 150],
+        (160, 160, 1, 1, 256),
+        {"deterministic": False},
+        None,
+    ),
     "cross lengths, window, everything, head dim 256": (
         [5, 100, 0, 9, 3],
         [64, 133, 7, 0, 5],
@@ -221,6 +242,7 @@ KNOWN = (
         "cross lengths, window, everything, head dim 256",
         "everything, short",
         "one long, causal",
+        "cross lengths, window, any order",
     ),
 )
 def test_interpreted_kernels_equal_the_reference(name):
@@ -456,12 +478,13 @@ def test_tiles_cover_every_row_once(cost, all_pairs, monkeypatch):
     "window", [(None, None), (None, 0), (70, 0), (30, 100), (90, None)]
 )
 @pytest.mark.parametrize(("block_q", "block_k"), [(64, 64), (64, 128), (128, 128)])
+@pytest.mark.parametrize("deterministic", [True, False])
 def test_tiles_of_keys_add_one_by_one_and_wait_for_earlier_blocks_alone(
-    window, block_q, block_k, monkeypatch
+    window, block_q, block_k, deterministic, monkeypatch
 ):
     rng = np.random.default_rng(0)
     blocks = BackwardBlocks(block_q=block_q, block_k=block_k)
-    scores = Scores(window)
+    scores = Scores(window, deterministic=deterministic)
     for _ in range(8):
         lengths = rng.integers(0, rng.choice([40, 700]), (2, 4))
         cu_q, cu_k = np.cumsum(np.pad(lengths, ((0, 0), (1, 0))), 1, dtype=np.int32)
@@ -486,14 +509,17 @@ def test_tiles_of_keys_add_one_by_one_and_wait_for_earlier_blocks_alone(
         ranks = np.broadcast_to(
             rank_of(scores, blocks, tile, index), (len(table), len(index))
         )
-        turns = {}
+        turns, longest = {}, {}
         for line, ranks_of_line in zip(np.asarray(table), ranks, strict=True):
             tile = dict(zip(FIELDS, line.tolist(), strict=True))
             for i in range(tile["first"], tile["last"] if tile["k_stop"] > 0 else 0):
                 turns.setdefault(tile["q_tile"] + i, []).append(int(ranks_of_line[i]))
+            longest.setdefault(tile["q_tile"], []).append(tile["last"] - tile["first"])
         # Lines are in the order of the grid.
         assert turns
         assert all(ranks == list(range(len(ranks))) for ranks in turns.values())
+        if window == (None, 0) and not deterministic:
+            assert all(x == sorted(x, reverse=True) for x in longest.values())
 
 
 @pytest.mark.parametrize("many", [False, True])
