@@ -157,6 +157,7 @@ def case(spec: VarlenSpec, what: str) -> Case:
             "pass": what,
             "pattern": spec.pattern,
             "head_dim": spec.head_dim,
+            **({"value_dim": spec.value_dim} if spec.value_dim else {}),
             "heads": heads,
             "causal": spec.causal,
             "batch": len(spec.lengths_q),
@@ -193,11 +194,12 @@ def _drawing(spec: VarlenSpec) -> Callable:
     """Random normal packed q, k, v and gradients of the result, in bfloat16."""
     queries = rounded(sum(spec.lengths_q)), spec.num_heads, spec.head_dim
     keys = rounded(sum(spec.lengths_k)), spec.num_kv_heads, spec.head_dim
+    results, values = ((*shape[:2], spec.value_size) for shape in (queries, keys))
 
     def draw(seed: Any) -> tuple:
         # The bit generator of the hardware: threefry takes long to compile.
         each = jax.random.split(jax.random.key(seed, impl="rbg"), 4)
-        shapes = (queries, keys, keys, queries)
+        shapes = (queries, keys, values, results)
         return tuple(
             jax.random.normal(key, shape, jnp.bfloat16)
             for key, shape in zip(each, shapes, strict=True)

@@ -21,7 +21,7 @@ from pallas_kernels.varlen_attention import varlen_attention
 from pallas_kernels.varlen_attention.specs import VarlenSpec
 
 
-ALL = "softcap", "sinks", "alibi"
+ALL = "softcap", "sinks", "alibi", "value_dim"
 """What a spec may ask for beyond masks."""
 
 SCORES_BYTES = 8e9
@@ -153,7 +153,8 @@ def sinks_of(spec: VarlenSpec) -> np.ndarray | None:
 
 def want_no_more(spec: VarlenSpec, *supported: str, windows: bool = True) -> None:
     """Refuse what an implementation cannot do."""
-    asked = spec.softcap is not None, spec.sinks, spec.alibi
+    values = spec.value_size != spec.head_dim
+    asked = spec.softcap is not None, spec.sinks, spec.alibi, values
     missing = [n for n, on in zip(ALL, asked, strict=True) if on and n not in supported]
     if not windows and spec.window != (None, None):
         missing.append("window")
@@ -218,6 +219,7 @@ def whole_rows(spec: VarlenSpec, gradient: bool) -> Form:
     lengths = set(spec.lengths_q), set(spec.lengths_k)
     if any(len(x) > 1 or padded_length([*x]) not in x for x in lengths):
         raise NotImplementedError("whole rows have one length, a multiple of 8")
+    want_no_more(spec, "softcap", "sinks", "alibi")
     per_head = {"alibi_slopes": slopes_of(spec), "sinks": sinks_of(spec)}
     per_head = {name: x for name, x in per_head.items() if x is not None}
 

@@ -58,7 +58,7 @@ def flash_attn_4(spec: VarlenSpec, gradient: bool, deterministic: bool = False) 
     Sequences of one length are a batch for its dense function, others are packed.
     """
     want_package("flash_attn.cute", "flash-attn-4")
-    want_no_more(spec, "softcap", "sinks")
+    want_no_more(spec, "softcap", "sinks", "value_dim")
     if deterministic and not gradient:
         raise NotImplementedError("without gradients it is flash_attn_4")
     sinks, whole = sinks_of(spec), _whole(spec)
@@ -95,7 +95,7 @@ def flash_attn_3(spec: VarlenSpec, gradient: bool) -> Form:
     """
     if gradient:
         raise NotImplementedError("vLLM's FlashAttention-3 has no gradients")
-    want_no_more(spec, "softcap", "sinks")
+    want_no_more(spec, "softcap", "sinks", "value_dim")
     version = _load_flash_attn_3()
     sinks, whole = sinks_of(spec), _whole(spec)
     left, right = (-1 if w is None else w for w in spec.window)

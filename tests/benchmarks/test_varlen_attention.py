@@ -220,6 +220,7 @@ def test_cases_hold_the_grids_and_begin_with_the_targets():
         "71/1",
         "64/8",
         "16/8",
+        "16",
         "32",
     }
     assert {p["features"] for p in params if "features" in p} == {

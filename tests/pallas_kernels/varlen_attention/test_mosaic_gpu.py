@@ -291,6 +291,46 @@ def test_interpreted_kernels_equal_the_reference(name):
         assert (np.asarray(gradient, np.float32)[end:] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("head_dims", "options"),
+    first(
+        [((192, 128), {"causal": True}), ((160, 72), {"window": (60, 20)})],
+        ((192, 128), {"causal": True}),
+    ),
+)
+def test_heads_of_latent_attention_are_multiplied_at_their_size(head_dims, options):
+    q, k, v, dout = operands(150, 150, 2, 1, head_dims[0])
+    v, dout = (x[..., : head_dims[1]] for x in (v, dout))
+    cu = np.array([0, 5, 140], np.int32)
+    dlse = np.zeros((150, 2), np.float32)
+    want = expected(q, k, v, dout, dlse, {}, cu, cu, options)
+    for x in (q, k, v, dout):
+        x[140:] = np.nan
+
+    def attend(q, k, v, extra):
+        return kernel(q, k, v, cu, return_lse=True, **options)
+
+    with use_device(one_sm), interpret_mosaic_gpu() as run:
+        got = jax.tree.map(np.asarray, gradients(attend, q, k, v, dout, dlse, {}))
+        assert run.kernels == 2
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        finite = np.isfinite(y)
+        assert (np.isfinite(x) == finite).all()
+        x, y = (np.where(finite, a, 0.0) for a in (x, y))
+        assert relative_error(x, y) < RELATIVE[BF16]
+
+
+def test_heads_of_latent_attention_are_not_copied():
+    q, v = (jax.ShapeDtypeStruct((4096, 16, n), BF16) for n in (192, 128))
+    with use_device(H200):
+        attend = functools.partial(kernel, cu_seqlens_q=np.array([0, 4096]))
+        lowered = lower_for_cuda(attend, q, q, v, kernels=1)
+        assert "stablehlo.pad" not in lowered and "stablehlo.slice" not in lowered
+        config = MosaicGpuConfig(forward=ForwardBlocks(block_k=64))
+        blocks = functools.partial(attend, config=config)
+        assert "stablehlo.pad" in lower_for_cuda(blocks, q, q, v, kernels=1)
+
+
 @pytest.mark.parametrize("config", [NARROW, SHORT], ids=["long", "short"])
 def test_gradients_of_saturated_weights_are_as_good_as_in_plain_jax(config):
     @jax.jit
@@ -572,6 +612,7 @@ def problem_of(spec):
         kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=BF16,
+        value_dim=spec.value_dim,
     )
 
 
@@ -608,6 +649,8 @@ def test_shared_memory_suffices_for_every_spec():
         problem = problem_of(spec)
         blocks = forward_blocks(problem, H200)
         check_smem(forward_smem(problem, blocks), H200, spec.name)
+        if spec.value_dim is not None:  # gradients are those of padded heads
+            problem = dataclasses.replace(problem, head_dim=256, value_dim=None)
         blocks = backward_blocks(problem, H200)
         check_smem(backward_smem(problem, blocks), H200, spec.name)
 

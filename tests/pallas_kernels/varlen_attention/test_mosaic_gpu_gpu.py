@@ -100,8 +100,9 @@ def runs(head_dim, window, causal, softcap, config, implementation="mosaic_gpu")
 
 
 def check(lengths_q, lengths_k, head_dim, kv_heads, options, dtype=BF16, config=None,
-          tokens=TOKENS, implementation="mosaic_gpu"):  # fmt: skip
+          tokens=TOKENS, implementation="mosaic_gpu", value_dim=None):  # fmt: skip
     q, k, v, dout = operands(tokens, 4, kv_heads, head_dim, dtype)
+    v, dout = (np.ascontiguousarray(x[..., :value_dim]) for x in (v, dout))
     extra = {
         name: jnp.linspace(0.05, 0.6, 4, dtype=jnp.float32)
         for name in ("sinks", "alibi_slopes")
@@ -157,6 +158,13 @@ def test_kernels_for_short_sequences_in_fp16(feature, lengths):
 @pytest.mark.parametrize("head_dim", [32, 96, 200])
 def test_other_head_dims(head_dim):
     check(AWKWARD, AWKWARD, head_dim, 2, {"causal": True}, jnp.float16)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (136, 72)])
+def test_heads_of_latent_attention(head_dim, value_dim, feature, lengths):
+    check(*LENGTHS[lengths], head_dim, *FEATURES[feature], value_dim=value_dim)
 
 
 @pytest.mark.parametrize(
