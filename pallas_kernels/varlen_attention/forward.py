@@ -226,6 +226,8 @@ A block starts with as many for each thread as the whole file holds for that num
 threads, 168 for 384 and 128 for 512, and what one gives up others may take: more would
 wait forever.
 """
+_LATENT_REGISTERS = (40, 232)
+"""The same for values of another size than keys, whose producer would spill."""
 
 
 def _body(
@@ -246,6 +248,8 @@ def _body(
     outputs = refs[num_extra:]
     warpgroup = lax.axis_index("warpgroup")
     registers = _REGISTERS[blocks.consumers]
+    if problem.value_dim is not None:
+        registers = _LATENT_REGISTERS
     counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
     relative = tile_terms(scores, blocks)
 
