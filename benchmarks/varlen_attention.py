@@ -52,6 +52,9 @@ from pallas_kernels.varlen_attention.specs import (
 
 FORMS: Mapping[str, Callable[[VarlenSpec, bool], Form]] = {
     "mosaic_gpu": functools.partial(baselines.ours, "mosaic_gpu"),
+    "mosaic_gpu_any_order": functools.partial(
+        baselines.ours, "mosaic_gpu", deterministic=False
+    ),
     "mosaic_gpu_static": baselines.whole_rows,
     "triton": functools.partial(baselines.ours, "triton"),
     "xla": functools.partial(baselines.ours, "xla"),
@@ -61,7 +64,11 @@ FORMS: Mapping[str, Callable[[VarlenSpec, bool], Form]] = {
     "jax_sample": baselines.jax_sample,
     "tokamax": baselines.tokamax,
     "flash_attn_2": torch_attention.flash_attn_2,
+    "flash_attn_3": torch_attention.flash_attn_3,
     "flash_attn_4": torch_attention.flash_attn_4,
+    "flash_attn_4_deterministic": functools.partial(
+        torch_attention.flash_attn_4, deterministic=True
+    ),
     "torch_varlen": torch_attention.torch_varlen,
     "torch_sdpa": torch_attention.torch_sdpa,
     "torch_flex": torch_attention.torch_flex,
@@ -151,6 +158,7 @@ def case(spec: VarlenSpec, what: str) -> Case:
             "pass": what,
             "pattern": spec.pattern,
             "head_dim": spec.head_dim,
+            **({"value_dim": spec.value_dim} if spec.value_dim else {}),
             "heads": heads,
             "causal": spec.causal,
             "batch": len(spec.lengths_q),
@@ -187,11 +195,12 @@ def _drawing(spec: VarlenSpec) -> Callable:
     """Random normal packed q, k, v and gradients of the result, in bfloat16."""
     queries = rounded(sum(spec.lengths_q)), spec.num_heads, spec.head_dim
     keys = rounded(sum(spec.lengths_k)), spec.num_kv_heads, spec.head_dim
+    results, values = ((*shape[:2], spec.value_size) for shape in (queries, keys))
 
     def draw(seed: Any) -> tuple:
         # The bit generator of the hardware: threefry takes long to compile.
         each = jax.random.split(jax.random.key(seed, impl="rbg"), 4)
-        shapes = (queries, keys, keys, queries)
+        shapes = (queries, keys, values, results)
         return tuple(
             jax.random.normal(key, shape, jnp.bfloat16)
             for key, shape in zip(each, shapes, strict=True)
@@ -302,7 +311,8 @@ def run(prepared: Prepared, names: Sequence[str], samples: int) -> Results:
         _, by_largest, more = ready[name]
         rate = flops / statistics.median(taken[name]) / 1e12
         metrics = {"tflops": rate, **more}
-        results[name] = Measurement(taken[name], by_largest, metrics)
+        versions = dict(prepared.forms[name][0].versions)
+        results[name] = Measurement(taken[name], by_largest, metrics, versions=versions)
     return {name: results[name] for name in names}
 
 

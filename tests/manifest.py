@@ -116,6 +116,7 @@ def attention_cases() -> Iterator[Case]:
     for spec in ATTENTION:
         q = array(sum(spec.lengths_q), spec.num_heads, spec.head_dim)
         k = array(sum(spec.lengths_k), spec.num_kv_heads, spec.head_dim)
+        v = array(sum(spec.lengths_k), spec.num_kv_heads, spec.value_size)
         per_head = {
             name: array(spec.num_heads, dtype=FP32)
             for name, given in (("sinks", spec.sinks), ("alibi_slopes", spec.alibi))
@@ -140,7 +141,7 @@ def attention_cases() -> Iterator[Case]:
         def both(*arguments, run=run):
             return run(*arguments), with_gradients(run)(*arguments)
 
-        yield Case(spec.name, both, (q, k, k, per_head))
+        yield Case(spec.name, both, (q, k, v, per_head))
     yield from relative_cases()
 
 

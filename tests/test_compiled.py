@@ -68,6 +68,11 @@ def kernels(devices, op, name):
         ),
         (
             "varlen_attention",
+            "deepseek_v2_lite",
+            ["varlen_attention", "varlen_attention_backward"],
+        ),
+        (
+            "varlen_attention",
             "bert_base_b16_l128",
             ["varlen_attention", "varlen_attention_backward"],
         ),

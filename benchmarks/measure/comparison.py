@@ -22,6 +22,7 @@ from benchmarks.measure import records
 
 OURS = (
     "mosaic_gpu",
+    "mosaic_gpu_any_order",
     "mosaic_gpu_static",
     "order_of_k",
     "low_latency",
@@ -87,6 +88,26 @@ def compared(by_name: dict[str, records.Record]) -> dict[str, records.Record]:
     return {name: row for name, row in by_name.items() if name in names}
 
 
+def slower(rows: Sequence[records.Record]) -> list[records.Record]:
+    """The rows of the lines in which a baseline is faster than all of ours."""
+    lines = ((by_name, ratio(by_name)) for _, by_name in records.lines(rows))
+    found = [
+        row
+        for by_name, quotient in lines
+        if quotient is not None and quotient < 1
+        for row in by_name.values()
+    ]
+    if not found:
+        raise ValueError("no row has a faster baseline beside it")
+    return found
+
+
+def _said(option: str, value: str) -> bool:
+    if value not in ("yes", "no"):
+        raise ValueError(f"{option} {value!r}, expected yes or no")
+    return value == "yes"
+
+
 def markdown(
     record: records.Record,
     *,
@@ -96,6 +117,7 @@ def markdown(
     params: str = "*",
     columns: str | None = None,
     folded: str = "no",
+    behind: str = "no",
     **where: str,
 ) -> str:
     """One Markdown table of a result file.
@@ -108,6 +130,7 @@ def markdown(
         params: The same, of the params that have a column.
         columns: A param whose values become columns.
         folded: Whether the rows are behind a fold: ``yes`` or ``no``.
+        behind: ``yes`` for those rows alone in which a baseline is the fastest.
         **where: Comma-separated values of params. One that leaves a single value has
             no column.
 
@@ -115,6 +138,8 @@ def markdown(
         The table and a line that says where the numbers come from.
     """
     rows = chosen(record, implementations, cases, where)
+    if _said("behind", behind):
+        rows = slower(rows)
     if metric is not None and not any(metric in row["metrics"] for row in rows):
         if metric == "vs_torch":
             raise ValueError("no row has a time of PyTorch beside it")
@@ -292,10 +317,8 @@ SHOWN = 10
 
 
 def _joined(table: Sequence[Sequence[str]], folded: str) -> str:
-    if folded not in ("yes", "no"):
-        raise ValueError(f"folded {folded!r}, expected yes or no")
     head, rows = table[:2], table[2:]
-    if folded == "yes":
+    if _said("folded", folded):
         return _fold(f"All {len(rows)} rows", table)
     if len(rows) <= SHOWN + 2:
         return _text(table)

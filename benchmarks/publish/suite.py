@@ -64,7 +64,8 @@ def company(name: str, gpus: int) -> tuple[str, ...]:
 
 
 _ATTENTION = (
-    "--impl mosaic_gpu cudnn_packed cudnn_padded torch_varlen flash_attn_4 tokamax"
+    "--impl mosaic_gpu cudnn_packed cudnn_padded torch_varlen tokamax "
+    "flash_attn_3 flash_attn_4 flash_attn_4_deterministic"
 )
 _TRAINING = "--skip jaxscale_scan jaxscale_fp8* --samples 10"
 
@@ -72,8 +73,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (
         "attention",
         "varlen_attention --case dense_* --impl mosaic_gpu mosaic_gpu_static "
-        "cudnn_packed cudnn_padded jax_sample torch_varlen torch_sdpa flash_attn_4 "
-        "tokamax",
+        "cudnn_packed cudnn_padded jax_sample torch_varlen torch_sdpa flash_attn_3 "
+        "flash_attn_4 flash_attn_4_deterministic tokamax",
     ),
     ("attention", f"varlen_attention --case bert_base_* {_ATTENTION}"),
     (

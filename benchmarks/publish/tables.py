@@ -16,13 +16,14 @@ default all), and the name of a param chooses rows by its value: ``M=2048,8192``
 ``columns=M`` the values of a param stand side by side and a cell is the metric alone,
 or else the time; a last line has the means. A long table shows ten rows and folds the
 rest; with ``folded=yes`` all rows are behind the fold, for tables below a plot or a
-short one. With ``pending=yes`` a table without
-results says so instead of failing, with ``pending=hidden`` it is not there. A plot is a
-block ``<!-- plot:matmul -->``, and ``<!-- table:headlines -->`` is the table of
-`benchmarks.publish.headlines`, ``<!-- table:estimates -->`` that of
-`benchmarks.publish.estimates`. What a table was made by (commands, commits, versions)
-is folded away under it. ``table:pruned_speed`` and its plot join two files:
-`benchmarks.publish.pruned_speed`. Plots that no page shows are removed. Within a line,
+short one. With ``behind=yes`` it has those rows alone in which a baseline is faster
+than all of ours. With ``pending=yes`` a table without results says so instead of
+failing, with ``pending=hidden`` it is not there. A plot is a block ``<!-- plot:matmul
+-->``, and ``<!-- table:headlines -->`` is the table of `benchmarks.publish.headlines`, ``<!-- table:estimates -->`` that of
+`benchmarks.publish.estimates`.
+What a table was made by (commands, commits, versions) is folded away under it.
+``table:pruned_speed`` and its plot join two files: `benchmarks.publish.pruned_speed`.
+Plots that no page shows are removed. Within a line,
 ``<!-- measured:matmul,dense -->`` to ``<!-- /measured -->`` says on how many GPUs there
 are rows of these files, and ``<!-- ratio:matmul times=dense/mosaic_gpu M=8192 -->`` the
 range of the quotients of times; it takes options of tables. ``--check`` changes nothing

@@ -8,7 +8,8 @@ packed tokens, L padded length, N query heads, K key/value heads, H head dim.
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from pallas_kernels.varlen_attention import varlen_attention
 from pallas_kernels.varlen_attention.specs import VarlenSpec
 
 
-ALL = "softcap", "sinks", "alibi"
+ALL = "softcap", "sinks", "alibi", "value_dim"
 """What a spec may ask for beyond masks."""
 
 SCORES_BYTES = 8e9
@@ -80,6 +81,7 @@ class Form:
         torch: whether it takes tensors of torch.
         prepare: turns q, k, v into what `attend` takes, outside the timing.
         dq_factor: what the gradient of q is to be multiplied with.
+        versions: of packages that this environment does not have.
     """
 
     attend: Callable
@@ -88,6 +90,7 @@ class Form:
     torch: bool = False
     prepare: Callable | None = None
     dq_factor: float = 1.0
+    versions: Mapping[str, str] = MappingProxyType({})
 
     def lay(self, spec: VarlenSpec, gradient: bool, *packed: jax.Array) -> tuple:
         """The operands of `function` from packed q, k, v and gradients."""
@@ -150,7 +153,8 @@ def sinks_of(spec: VarlenSpec) -> np.ndarray | None:
 
 def want_no_more(spec: VarlenSpec, *supported: str, windows: bool = True) -> None:
     """Refuse what an implementation cannot do."""
-    asked = spec.softcap is not None, spec.sinks, spec.alibi
+    values = spec.value_size != spec.head_dim
+    asked = spec.softcap is not None, spec.sinks, spec.alibi, values
     missing = [n for n, on in zip(ALL, asked, strict=True) if on and n not in supported]
     if not windows and spec.window != (None, None):
         missing.append("window")
@@ -182,8 +186,12 @@ def _want_top_left(spec: VarlenSpec) -> None:
         raise NotImplementedError("its causal mask begins at the top left corner")
 
 
-def ours(implementation: str, spec: VarlenSpec, gradient: bool) -> Form:
+def ours(
+    implementation: str, spec: VarlenSpec, gradient: bool, deterministic: bool = True
+) -> Form:
     """`varlen_attention`."""
+    if not gradient and not deterministic:
+        raise NotImplementedError("without gradients it is the same")
     same = self_attention(spec)
     per_head = {"alibi_slopes": slopes_of(spec), "sinks": sinks_of(spec)}
     per_head = {name: x for name, x in per_head.items() if x is not None}
@@ -198,6 +206,7 @@ def ours(implementation: str, spec: VarlenSpec, gradient: bool) -> Form:
             causal=spec.causal,
             window=spec.window,
             softcap=spec.softcap,
+            deterministic=deterministic,
             implementation=implementation,
             **dict(zip(per_head, heads, strict=True)),
         )
@@ -210,6 +219,7 @@ def whole_rows(spec: VarlenSpec, gradient: bool) -> Form:
     lengths = set(spec.lengths_q), set(spec.lengths_k)
     if any(len(x) > 1 or padded_length([*x]) not in x for x in lengths):
         raise NotImplementedError("whole rows have one length, a multiple of 8")
+    want_no_more(spec, "softcap", "sinks", "alibi")
     per_head = {"alibi_slopes": slopes_of(spec), "sinks": sinks_of(spec)}
     per_head = {name: x for name, x in per_head.items() if x is not None}
 

@@ -95,9 +95,11 @@ def _definition_program(
     keys: int,
     groups: int,
     dim: int,
+    value_dim: int,
 ) -> Future:
     """Compiles `definition` for sequences of up to so many rows."""
-    shapes = [(rows, groups, dim), (keys, dim), (keys, dim), (rows, groups, dim)]
+    shapes = [(rows, groups, dim), (keys, dim)]
+    shapes += [(keys, value_dim), (rows, groups, value_dim)]
     shapes += [(groups,), (groups,)]
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     length = jax.ShapeDtypeStruct((), jnp.int32)
@@ -121,6 +123,7 @@ def programs(spec: VarlenSpec, pool: ThreadPoolExecutor) -> list[Future]:
             _room(spec.lengths_k[b]),
             groups,
             spec.head_dim,
+            spec.value_size,
         )
         for b in sample(spec).sequences
     ]

@@ -6,6 +6,11 @@ times are those of replays of a CUDA graph.
 
 import functools
 import importlib
+import importlib.metadata
+import os
+import pathlib
+import sys
+import sysconfig
 from typing import Any
 
 import numpy as np
@@ -14,6 +19,7 @@ from benchmarks.rivals.attention_baselines import (
     Form,
     Layout,
     dense,
+    padded_length,
     padding_mask,
     rounded,
     sinks_of,
@@ -22,6 +28,7 @@ from benchmarks.rivals.attention_baselines import (
     want_package,
     want_room,
 )
+from benchmarks.rivals.vllm_serving import PLACE
 from pallas_kernels.varlen_attention.specs import VarlenSpec
 
 
@@ -68,31 +75,117 @@ def flash_attn_2(spec: VarlenSpec, gradient: bool) -> Form:
     return Form(attend, extra=(*spec.cu_seqlens(), *more), torch=True)
 
 
-def flash_attn_4(spec: VarlenSpec, gradient: bool) -> Form:
-    """FlashAttention-4, in CuTe's DSL, on packed sequences; it has Hopper kernels."""
-    want_package("flash_attn.cute", "flash-attn-4")
-    want_no_more(spec, "softcap", "sinks")
-    left, right = spec.window
-    longest = {"max_seqlen_q": max(spec.lengths_q), "max_seqlen_k": max(spec.lengths_k)}
-    sinks = sinks_of(spec)
+def _whole(spec: VarlenSpec) -> bool:
+    """Whether sequences have one length, and padding adds nothing to it."""
+    return all({padded_length(x)} == set(x) for x in (spec.lengths_q, spec.lengths_k))
 
-    def attend(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *sinks: Any) -> Any:
-        found = importlib.import_module("flash_attn.cute").flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_k,
-            causal=spec.causal,
-            window_size=(left, 0 if spec.causal else right),
-            softcap=spec.softcap or 0.0,
-            learnable_sink=sinks[0] if sinks else None,
-            **longest,
-        )
+
+def flash_attn_4(spec: VarlenSpec, gradient: bool, deterministic: bool = False) -> Form:
+    """FlashAttention-4, in CuTe's DSL; it has Hopper kernels.
+
+    Sequences of one length are a batch for its dense function, others are packed.
+    """
+    want_package("flash_attn.cute", "flash-attn-4")
+    want_no_more(spec, "softcap", "sinks", "value_dim")
+    if deterministic and not gradient:
+        raise NotImplementedError("without gradients it is flash_attn_4")
+    sinks, whole = sinks_of(spec), _whole(spec)
+    left, right = spec.window
+    options: dict[str, Any] = {
+        "causal": spec.causal,
+        "window_size": (left, 0 if spec.causal else right),
+        "softcap": spec.softcap or 0.0,
+        "deterministic": deterministic,
+    }
+    packing = () if whole else spec.cu_seqlens()
+    if not whole:
+        options["max_seqlen_q"] = max(spec.lengths_q)
+        options["max_seqlen_k"] = max(spec.lengths_k)
+
+    def attend(q: Any, k: Any, v: Any, *operands: Any) -> Any:
+        cute = importlib.import_module("flash_attn.cute")
+        names = *(("cu_seqlens_q", "cu_seqlens_k")[: len(packing)]), "learnable_sink"
+        function = cute.flash_attn_func if whole else cute.flash_attn_varlen_func
+        more = dict(zip(names, operands, strict=False))  # there may be no sinks
+        found = function(q, k, v, **more, **options)
         return found[0] if isinstance(found, tuple) else found
 
     more = () if sinks is None else (sinks,)
-    return Form(attend, extra=(*spec.cu_seqlens(), *more), torch=True)
+    return Form(attend, Layout(padded=whole), extra=(*packing, *more), torch=True)
+
+
+def flash_attn_3(spec: VarlenSpec, gradient: bool) -> Form:
+    """FlashAttention-3 from vLLM's wheel, which has no gradients.
+
+    The environment variable that `vllm_serving` names says where that is. Sequences of
+    one length are a batch, as for FlashAttention-3's own ``flash_attn_func``; vLLM's
+    function takes packed ones alone, so both call the operator beneath.
+    """
+    if gradient:
+        raise NotImplementedError("vLLM's FlashAttention-3 has no gradients")
+    want_no_more(spec, "softcap", "sinks", "value_dim")
+    version = _load_flash_attn_3()
+    sinks, whole = sinks_of(spec), _whole(spec)
+    left, right = (-1 if w is None else w for w in spec.window)
+    packing = () if whole else spec.cu_seqlens()
+    options: dict[str, Any] = {
+        "softmax_scale": spec.head_dim**-0.5,
+        "is_causal": spec.causal,
+        "window_size_left": left,
+        "window_size_right": 0 if spec.causal else right,
+        "softcap": spec.softcap or 0.0,
+        "is_rotary_interleaved": True,
+        "num_splits": 1,
+        "sm_margin": 0,
+        "cp_world_size": 1,
+        "cp_rank": 0,
+    }
+    if not whole:
+        options["max_seqlen_q"] = max(spec.lengths_q)
+        options["max_seqlen_k"] = max(spec.lengths_k)
+
+    def attend(q: Any, k: Any, v: Any, *operands: Any) -> Any:
+        import torch
+
+        function = torch.ops._vllm_fa3_C.fwd.default
+        names = *(("cu_seqlens_q", "cu_seqlens_k")[: len(packing)]), "s_aux"
+        more = dict(zip(names, operands, strict=False))  # there may be no sinks
+        if "s_aux" in more:
+            more["s_aux"] = more["s_aux"].to(q.dtype)
+        rest = dict.fromkeys(x.name for x in function._schema.arguments)
+        return function(**{**rest, **options, **more, "q": q, "k": k, "v": v})[0]
+
+    more = () if sinks is None else (sinks,)
+    return Form(
+        attend,
+        Layout(padded=whole),
+        extra=(*packing, *more),
+        torch=True,
+        versions={"vllm": version},
+    )
+
+
+@functools.cache
+def _load_flash_attn_3() -> str:
+    """Load the extension alone, not vLLM, which changes PyTorch; vLLM's version.
+
+    Raises:
+        NotImplementedError: it is not there.
+    """
+    place = os.environ.get(PLACE)
+    found = sysconfig.get_path("purelib") if place is None else place
+    within = f"lib/python3.{sys.version_info.minor}/site-packages"
+    for site in (pathlib.Path(found), pathlib.Path(found, within)):
+        here = site / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so"
+        if here.is_file():
+            import torch
+
+            torch.ops.load_library(here)
+            wheels = importlib.metadata.distributions(name="vllm", path=[str(site)])
+            return next((wheel.version for wheel in wheels), "unknown")
+    raise NotImplementedError(
+        f"vllm is not installed; {PLACE} may name a folder that has it"
+    )
 
 
 def torch_sdpa(spec: VarlenSpec, gradient: bool) -> Form:

@@ -119,7 +119,8 @@ def varlen_attention(
             attention. The terms are not scaled.
         return_lse: also return ``lse``.
         deterministic: gradients are bitwise equal between runs. False allows an
-            implementation a faster sum whose order varies.
+            implementation a faster sum whose order varies: that of q's gradient in
+            "mosaic_gpu", but for short sequences.
         implementation: "xla", "mosaic_gpu" (a kernel for Hopper GPUs, bf16 and fp16),
             "triton" (kernels for Ampere and later GPUs, bf16 and fp16, no
             relative_bias; needs the extra ``triton``), or several names in order of
@@ -170,7 +171,6 @@ def varlen_attention(
         bias: DeBERTa (arXiv 2006.03654), whose code adds it to the logits as the
         content term is, hence within the softcap.
     """
-    del deterministic  # the sums of every implementation have a fixed order
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     _check_arrays(q, k, v)
     *rows, num_queries, num_heads, head_dim = q.shape
@@ -199,6 +199,7 @@ def varlen_attention(
         resolve_softcap(softcap),
         alibi_slopes is not None,
         relative,
+        bool(deterministic),
     )
 
     def local(*arrays: Any) -> tuple[Array, Array]:

@@ -22,6 +22,11 @@ before it in the grid, which the hardware starts first. One warp waits for turns
 ahead of another one that adds. Two passes, each with its own sums in registers, would
 need no order but seven matmuls instead of five.
 
+With ``deterministic=False`` only the first one of a tile of queries, which sets the sum
+and not adds to it, has its turn; the others add in any order. Under a causal mask tiles
+of keys then come from the first, which the most queries see, to the last, and go over
+their queries from the last to the first: again the first one to come by sets the sum.
+
 Queries are cut into tiles of their own buffer: a tile's dq, lse and delta lie in arrays
 of ``[tile, row of the tile]``, aligned wherever its sequence starts. Queries that are
 not the tile's have ``lse = inf``, which makes their weights zero.
@@ -64,6 +69,7 @@ from pallas_kernels.varlen_attention.mainloop import LOG2E
 from pallas_kernels.varlen_attention.mainloop_backward import (
     OwnKeys,
     SharedKeys,
+    longest_first,
 )
 from pallas_kernels.varlen_attention.scheduler import (
     AnyArray,
@@ -109,7 +115,9 @@ def key_table(
     tiles = tile_sequences(seqs.k_start, seqs.k_end, cost, block_k, slots)
     seq = tiles.sequences(seqs)
     k_tiles = -(-(seq.k_end - seq.k_start) // block_k)
-    index = k_tiles - 1 - tiles.index  # a tile waits for those behind it
+    index = tiles.index
+    if not longest_first(scores):
+        index = k_tiles - 1 - index  # a tile waits for those behind it
     k0 = seq.k_start + index * block_k
     k1 = xp.minimum(k0 + block_k, seq.k_end)
     # A tile that would read past the data is moved up; the rest of a row is not read.

@@ -17,7 +17,10 @@ from pallas_kernels.varlen_attention.config import (
     Problem,
 )
 from pallas_kernels.varlen_attention.inputs import Scores
-from pallas_kernels.varlen_attention.mainloop_backward import query_start
+from pallas_kernels.varlen_attention.mainloop_backward import (
+    longest_first,
+    query_start,
+)
 
 
 def units(problem: Problem, blocks: BackwardBlocks) -> int:
@@ -29,6 +32,13 @@ def rank_of(
     scores: Scores, blocks: BackwardBlocks, tile: dict[str, Scalar], index: Scalar
 ) -> Any:
     """Number of tiles of keys that add to a tile of queries before this one."""
+    if longest_first(scores):
+        left, right = scores.window
+        start = 0
+        if left is not None:
+            seen = index * blocks.block_q + tile["reach"] - (left + (right or 0))
+            start = lax.div(jnp.maximum(seen, 0), jnp.int32(blocks.block_k))
+        return tile["index"] - start
     last = tile["k_tiles"] - 1
     if scores.window[1] is not None:
         stop = jnp.minimum((index + 1) * blocks.block_q, tile["q_len"])
@@ -58,7 +68,10 @@ class Producer:
     def place(self, step: Scalar) -> tuple[Any, Any]:
         """The query head and the tile of queries of a step."""
         head = self.key_head * self.heads + lax.div(step, self.per_head)
-        return head, self.tile["first"] + lax.rem(step, self.per_head)
+        within = lax.rem(step, self.per_head)
+        if longest_first(self.scores):
+            return head, self.tile["last"] - 1 - within
+        return head, self.tile["first"] + within
 
     @property
     def steps(self) -> Any:
@@ -95,6 +108,8 @@ class Producer:
 
         def step(i: Scalar, _: None) -> None:
             turn, rank = self.turn(i, turns, q_slots)
+            if not self.scores.deterministic:
+                rank = jnp.minimum(rank, 1)  # all but the first add in any order
             plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
             plgpu.barrier_wait(self.scratch["turn_empty"])
             plgpu.barrier_arrive(self.scratch["turn_full"])

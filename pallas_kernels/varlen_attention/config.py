@@ -38,6 +38,10 @@ _LONG = 768
 HEAD_DIMS = (64, 128, 256)
 """Head dims that the kernels are built for; others are padded to the next."""
 
+LATENT_DIMS = (192, 128)
+"""Head dims of queries and keys and of values in multi-head latent attention, which has
+a forward kernel of its own size."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardBlocks:
@@ -173,9 +177,11 @@ class Problem:
     kv_heads: int
     """K."""
     head_dim: int
-    """H, one of `HEAD_DIMS`."""
+    """H, one of `HEAD_DIMS`, or the first of `LATENT_DIMS`."""
     dtype: jnp.dtype
     """bfloat16 or float16."""
+    value_dim: int | None = None
+    """Hv; None: the same."""
 
     @property
     def groups(self) -> int:
@@ -187,6 +193,16 @@ class Problem:
         """Chunks of 64 columns of a head."""
         return self.head_dim // CHUNK
 
+    @property
+    def value_size(self) -> int:
+        """Columns of a head of the values."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def value_chunks(self) -> int:
+        """Chunks of 64 columns of a head of the values."""
+        return self.value_size // CHUNK
+
 
 def query_buffers(problem: Problem) -> int:
     """Query tiles in shared memory: also the next one's, if it fits."""
@@ -197,8 +213,9 @@ def forward_smem(problem: Problem, blocks: ForwardBlocks) -> int:
     """Shared memory of a block of the forward kernel, barriers included."""
     queries = smem_bytes((blocks.block_q, problem.head_dim), problem.dtype)
     keys = smem_bytes((blocks.block_k, problem.head_dim), problem.dtype)
+    values = smem_bytes((blocks.block_k, problem.value_size), problem.dtype)
     buffers = 1 if blocks.consumers == 1 else query_buffers(problem)
-    return buffers * queries + 2 * blocks.stages * keys + 2048
+    return buffers * queries + blocks.stages * (keys + values) + 2048
 
 
 def backward_smem(problem: Problem, blocks: BackwardBlocks) -> int:
@@ -238,7 +255,7 @@ def forward_blocks(
         if (queries <= _SHORT or few) and problem.max_seqs <= MOST_SHORT_SEQUENCES:
             return ForwardBlocks(consumers=1, block_k=64, overlap=False)
         return ForwardBlocks(consumers=3 if queries > 512 and not alibi else 2)
-    if problem.head_dim == 128:
+    if problem.head_dim in (128, LATENT_DIMS[0]):
         return ForwardBlocks(held=0 if alibi else 1)
     return ForwardBlocks(block_k=64, overlap=False, ping_pong=True, held=2)
 

@@ -73,7 +73,8 @@ _PUBLISHED = (*_FIELDS, "head")
 
 def heads_together(problem: Problem) -> int:
     """Key/value heads whose tiles run side by side; a divisor of their number."""
-    per_head = 2 * problem.keys * problem.head_dim * problem.dtype.itemsize
+    columns = problem.head_dim + problem.value_size
+    per_head = problem.keys * columns * problem.dtype.itemsize
     return largest_divisor(problem.kv_heads, _L2_BYTES // per_head)
 
 
@@ -123,8 +124,8 @@ def tile_fields(
 
 
 def forward_outputs(x: Inputs, with_rest: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """``(out, lse)``, [R, T, N, H] and [R, T, N]; and ``rest``, like out, if wanted."""
-    out = jax.ShapeDtypeStruct(x.q.shape, x.q.dtype)
+    """``(out, lse)``, [R, T, N, Hv] and [R, T, N]; and ``rest``, as out, if wanted."""
+    out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
     lse = jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
     return (out, lse, out) if with_rest else (out, lse)
 
@@ -172,7 +173,10 @@ def forward(
     table = constant(tile_table(problem, scores, blocks, seqs), x.q)
     consumers, stages = blocks.consumers, blocks.stages
     chunks, ahead = problem.chunks, query_buffers(problem)
-    ring = chunked((stages,), blocks.block_k, chunks, problem.dtype)
+    keys, values = (
+        chunked((stages,), blocks.block_k, n, problem.dtype)
+        for n in (chunks, problem.value_chunks)
+    )
     relative = tile_terms(scores, blocks)
     bias, bias_scratch = (), {}
     if relative is not None:
@@ -185,15 +189,17 @@ def forward(
         out_type=forward_outputs(x, with_rest),
         scratch_types={
             "q_smem": chunked((ahead, consumers), ROWS, chunks, problem.dtype),
-            "k_smem": ring,
-            "v_smem": ring,
+            "k_smem": keys,
+            "v_smem": values,
             "tile_smem": plgpu.SMEM((2, len(_PUBLISHED)), jnp.int32),
             "mailbox": plgpu.SMEM((1,), jnp.int32),
             "q_full": plgpu.Barrier(
                 num_arrivals=chunks, num_barriers=ahead * consumers
             ),
             "k_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
-            "v_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
+            "v_full": plgpu.Barrier(
+                num_arrivals=problem.value_chunks, num_barriers=stages
+            ),
             "tile_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
             "q_empty": plgpu.Barrier(num_arrivals=1, num_barriers=ahead * consumers),
             "k_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
@@ -220,6 +226,8 @@ A block starts with as many for each thread as the whole file holds for that num
 threads, 168 for 384 and 128 for 512, and what one gives up others may take: more would
 wait forever.
 """
+_LATENT_REGISTERS = (40, 232)
+"""The same for values of another size than keys, whose producer would spill."""
 
 
 def _body(
@@ -240,6 +248,8 @@ def _body(
     outputs = refs[num_extra:]
     warpgroup = lax.axis_index("warpgroup")
     registers = _REGISTERS[blocks.consumers]
+    if problem.value_dim is not None:
+        registers = _LATENT_REGISTERS
     counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
     relative = tile_terms(scores, blocks)
 

@@ -86,6 +86,8 @@ class Scores:
     """True where ALiBi slopes are subtracted."""
     relative: tuple[RelativeBuckets, bool, bool] | None = None
     """A relative bias: its buckets, and whether it has query terms, and key terms."""
+    deterministic: bool = True
+    """Whether gradients have to be bitwise equal between runs."""
 
     @property
     def plain(self) -> bool:

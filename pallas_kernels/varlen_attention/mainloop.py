@@ -131,7 +131,7 @@ class ForwardMainloop:
 
     def multiply_values(self, acc: Ref, weights: Any, stage: Scalar) -> None:
         """Starts ``weights @ v``, one wgmma group a chunk."""
-        for chunk in range(self.problem.chunks):
+        for chunk in range(self.problem.value_chunks):
             columns = acc.at[:, chunk * CHUNK : (chunk + 1) * CHUNK]
             plgpu.wgmma(columns, weights, self.v_smem.at[stage, chunk])
 
@@ -232,7 +232,7 @@ class ForwardMainloop:
 
     def spread(self, column: Any) -> Any:
         """A number a query to the shape of the sums."""
-        return lax.broadcast_in_dim(column, (ROWS, self.problem.head_dim), [0])
+        return lax.broadcast_in_dim(column, (ROWS, self.problem.value_size), [0])
 
     # --- loops ------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class ForwardMainloop:
         return lax.fori_loop(last, steps, masked, carry)
 
     def run(self) -> tuple[Any, Any]:
-        """The outputs of the tile: values [64, H] and lse [64], fp32."""
+        """The outputs of the tile: values [64, Hv] and lse [64], fp32."""
         plgpu.barrier_wait(self.scratch["q_full"].at[self.q_barrier])
         self.queries = self.q_smem.at[self.buffer, self.warpgroup]
         held = min(self.blocks.held, self.problem.chunks)
@@ -262,7 +262,7 @@ class ForwardMainloop:
         m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), column)
         total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column)
         loop = self.overlapped if self.blocks.overlap else self.in_turn
-        acc = plgpu.WGMMAAccumulatorRef((ROWS, self.problem.head_dim), jnp.float32)
+        acc = plgpu.WGMMAAccumulatorRef((ROWS, self.problem.value_size), jnp.float32)
         sums, state = pl.run_scoped(functools.partial(loop, (m, m, total)), acc)
         m, _, total = state
         return self.normalize(sums, m, total)
@@ -341,7 +341,8 @@ class ForwardMainloop:
             def products(scores: Any) -> Any:
                 self.multiply_keys(scores, keys)
                 self.multiply_values(acc, p, self.stage(i - 1))
-                return plgpu.wgmma_accumulator_load(scores, wait_n=self.problem.chunks)
+                behind = self.problem.value_chunks
+                return plgpu.wgmma_accumulator_load(scores, wait_n=behind)
 
             s = pl.run_scoped(
                 products, plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)

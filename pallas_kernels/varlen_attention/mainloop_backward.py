@@ -51,6 +51,15 @@ def query_start(
     return jnp.minimum(field("q_start") + index * block_q, field("q_total") - block_q)
 
 
+def longest_first(scores: Scores) -> bool:
+    """Whether tiles come from the first keys to the last, the longest first.
+
+    Then each goes over its queries from the last to the first, so that the first tile
+    of keys that a query sees is also the first one to come by.
+    """
+    return not scores.deterministic and scores.window[1] is not None
+
+
 class BackwardMainloop:
     """One warpgroup: its part of the scores of all steps, its part of the sums."""
 
@@ -174,10 +183,14 @@ class BackwardMainloop:
                 del i
                 number, index, sums = carry
                 sums = self.afresh().step(number, index, full, sums, dk, dv, **options)
-                following = jnp.where(index + 1 == last, first, index + 1)
+                if longest_first(self.scores):
+                    following = jnp.where(index == first, last - 1, index - 1)
+                else:
+                    following = jnp.where(index + 1 == last, first, index + 1)
                 return number + 1, following, sums
 
-            carry = number, first, row_sums
+            begin = last - 1 if longest_first(self.scores) else first
+            carry = number, begin, row_sums
             number, _, row_sums = self.steps(steps, step, carry)
             if self.scores.alibi:
                 store_rows(slope_ref.at[head, self.mine], row_sums, 0, ROWS)

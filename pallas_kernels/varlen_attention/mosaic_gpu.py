@@ -37,6 +37,7 @@ from pallas_kernels.varlen_attention.batching import LARGEST_INT, batched
 from pallas_kernels.varlen_attention.config import (
     BACKWARD_TILES,
     HEAD_DIMS,
+    LATENT_DIMS,
     MOST_SHORT_SEQUENCES,
     ROWS,
     BackwardBlocks,
@@ -64,7 +65,8 @@ def varlen_attention_mosaic_gpu(
 ) -> Passes:
     """The passes by the Hopper kernels, if they can serve the inputs.
 
-    Head dims other than 64, 128 and 256 are padded with zeros to the next of them. The
+    Head dims other than 64, 128 and 256 are padded with zeros to the next of them; in
+    the forward pass up to 192 with values of up to 128 to these (`LATENT_DIMS`). The
     gradient with a relative bias is that of the portable implementation where there is
     no kernel for it (`_Kernels.has_backward`).
     """
@@ -85,7 +87,7 @@ def varlen_attention_mosaic_gpu(
             )
     kernels = _Kernels(scores, config or MosaicGpuConfig(), device)
     # Raised here, where another implementation may still be chosen.
-    problem = _problem(jax.eval_shape(_by_row, x))
+    problem = _problem(jax.eval_shape(kernels.forward_rows, x))
     kernels.forward_blocks(dataclasses.replace(problem, rows=1))
     return kernels
 
@@ -106,6 +108,7 @@ def _problem(x: Inputs) -> Problem:
         kv_heads=x.k.shape[2],
         head_dim=x.q.shape[3],
         dtype=x.q.dtype,
+        value_dim=None if x.v.shape[3] == x.q.shape[3] else x.v.shape[3],
     )
 
 
@@ -120,9 +123,16 @@ class _Kernels:
     config: MosaicGpuConfig
     device: DeviceSpec
 
+    def forward_rows(self, x: Inputs) -> Inputs:
+        """The arrays that the forward kernel reads."""
+        most, most_values = LATENT_DIMS
+        latent = most_values < x.q.shape[3] <= most and x.v.shape[3] <= most_values
+        other = self.config.forward or self.scores.relative
+        return _by_row(x, LATENT_DIMS if latent and not other else None)
+
     def forward(self, x: Inputs, with_rest: bool) -> tuple[Array, Array, Array | None]:
         """``(out, lse, rest)``."""
-        by_row = _by_row(x)
+        by_row = self.forward_rows(x)
         axes = varying(*jax.tree.leaves(by_row))
         results = batched(functools.partial(self._forward, with_rest))(by_row)
         out, lse, *rest = (as_varying(a, axes) for a in results)
@@ -243,10 +253,18 @@ class _Kernels:
         return blocks
 
 
-def _by_row(x: Inputs) -> Inputs:
-    """The arrays that kernels read: padded heads, numbers by row, lines of terms."""
-    widest = max(x.q.shape[3], x.v.shape[3])
-    head_dim = min(n for n in HEAD_DIMS if n >= widest)
+def _by_row(x: Inputs, head_dims: tuple[int, int] | None = None) -> Inputs:
+    """The arrays that kernels read: padded heads, numbers by row, lines of terms.
+
+    Args:
+        x: the inputs of the call.
+        head_dims: what to pad queries and keys, and values, to; None: to one that is
+            among `HEAD_DIMS`.
+    """
+    if head_dims is None:
+        widest = max(x.q.shape[3], x.v.shape[3])
+        head_dims = (min(n for n in HEAD_DIMS if n >= widest),) * 2
+    head_dim, value_dim = head_dims
 
     def per_head(a: Array | None) -> Array | None:
         if a is None:
@@ -261,7 +279,7 @@ def _by_row(x: Inputs) -> Inputs:
     return x._replace(
         q=_pad(x.q, head_dim),
         k=_pad(x.k, head_dim),
-        v=_pad(x.v, head_dim),
+        v=_pad(x.v, value_dim),
         sinks=per_head(x.sinks),
         slopes=per_head(x.slopes),
         query_terms=lines(x.query_terms),

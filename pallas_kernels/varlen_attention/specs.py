@@ -130,6 +130,13 @@ class VarlenSpec:
     """Attention sinks, one per head."""
     alibi: bool = False
     """ALiBi, with a slope per head."""
+    value_dim: int | None = None
+    """Hv; None: H."""
+
+    @property
+    def value_size(self) -> int:
+        """Hv."""
+        return self.value_dim or self.head_dim
 
     @property
     def max_len(self) -> int:
@@ -144,7 +151,7 @@ class VarlenSpec:
         )
 
     def flops(self) -> int:
-        """Useful operations of the forward pass: ``4 N H`` per visible pair.
+        """Useful operations of the forward pass: ``2 N (H + Hv)`` per visible pair.
 
         It counts two matmuls, each a multiplication and an addition, over the pairs
         that the causal mask and the window leave; the backward pass does 2.5 times as
@@ -159,7 +166,7 @@ class VarlenSpec:
             stop = len_k if right is None else np.minimum(diagonal + right + 1, len_k)
             seen = np.broadcast_to(np.maximum(stop - start, 0), len_q)
             pairs += int(seen.sum(dtype=np.int64))
-        return 4 * self.num_heads * self.head_dim * pairs
+        return 2 * self.num_heads * (self.head_dim + self.value_size) * pairs
 
     def scaled(
         self, *, tokens: int, max_heads: int = 4, head_dim: int = 8
@@ -188,6 +195,7 @@ class VarlenSpec:
             num_heads=groups * kv_heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
+            value_dim=self.value_dim and self.value_dim * head_dim // self.head_dim,
         )
 
 
@@ -338,6 +346,16 @@ def _features() -> list[VarlenSpec]:
             alibi=True,
         ),
         _spec(
+            "deepseek_v2_lite",
+            "documents",
+            documents(8, 8192),
+            num_heads=16,
+            num_kv_heads=16,
+            head_dim=192,
+            value_dim=128,
+            causal=True,
+        ),
+        _spec(
             "falcon_7b_multi_query",
             "documents",
             documents(8, 8192),
@@ -363,17 +381,30 @@ def _whole() -> list[VarlenSpec]:
         ("mpt_7b", (8, 2048), (32, 32, 128), causal | {"alibi": True}),
         ("modernbert", (16, 1024), (12, 12, 64), {"window": (64, 64)}),
     )  # fmt: skip
+    latent = _spec(
+        "whole_deepseek_v2_lite_b4_l4096",
+        "whole",
+        constant(4, 4096),
+        num_heads=16,
+        num_kv_heads=16,
+        head_dim=192,
+        value_dim=128,
+        causal=True,
+    )
     return [
-        _spec(
-            f"whole_{name}_b{batch}_l{length}",
-            "whole",
-            constant(batch, length),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            **options,
-        )
-        for name, (batch, length), (heads, kv_heads, head_dim), options in variants
+        latent,
+        *(
+            _spec(
+                f"whole_{name}_b{batch}_l{length}",
+                "whole",
+                constant(batch, length),
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                **options,
+            )
+            for name, (batch, length), (heads, kv_heads, head_dim), options in variants
+        ),
     ]
 
 

@@ -102,11 +102,13 @@ def test_forms_refuse_what_they_lack(name, monkeypatch):
     monkeypatch.setattr(baselines, "_want_gpu", lambda: None)
     for module in (baselines, torch_attention):
         monkeypatch.setattr(module, "want_package", lambda *names: None)
+    monkeypatch.setattr(torch_attention, "_load_flash_attn_3", lambda: "1")
     spec = benchmark.BY_NAME[name]
     refused = set()
     for form in benchmark.FORMS:
         try:
-            benchmark.FORMS[form](spec, False)
+            gradient = form in ("flash_attn_4_deterministic", "mosaic_gpu_any_order")
+            benchmark.FORMS[form](spec, gradient)
         except NotImplementedError:
             refused.add(form)
     assert (
@@ -120,7 +122,8 @@ def test_forms_refuse_what_they_lack(name, monkeypatch):
             },
             "mpt_7b_alibi": {
                 *("cudnn_packed", "jax_sample", "torch_varlen", "torch_sdpa"),
-                *("flash_attn_4", "mosaic_gpu_static"),
+                *("flash_attn_3", "flash_attn_4", "flash_attn_4_deterministic"),
+                "mosaic_gpu_static",
             },
         }[name]
     )
@@ -144,13 +147,32 @@ def test_whole_rows_are_the_op_of_whole_rows():
 
 def test_what_is_not_installed_is_said(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for name, package in (
-        ("tokamax", "tokamax"),
-        ("flash_attn_2", "flash-attn"),
-        ("flash_attn_4", "flash-attn-4"),
-    ):
-        with pytest.raises(NotImplementedError, match=f"^{package} is not installed"):
+    monkeypatch.setenv("BENCHMARK_VLLM", "/nowhere")
+    packages = {
+        "tokamax": "tokamax",
+        "flash_attn_2": "flash-attn",
+        "flash_attn_4": "flash-attn-4",
+        "flash_attn_3": "vllm",
+    }
+    for name, package in packages.items():
+        with pytest.raises(NotImplementedError, match=f"{package} is not installed"):
             benchmark.FORMS[name](benchmark.QUICK[0], False)
+
+
+def test_whole_rows_are_a_batch_for_flash_attention(monkeypatch):
+    monkeypatch.setattr(torch_attention, "want_package", lambda *names: None)
+    monkeypatch.setattr(torch_attention, "_load_flash_attn_3", lambda: "1")
+    for name, padded, extra in (
+        ("dense_d128_l4096_causal", True, 0),
+        ("prefill_q512_k4096", True, 0),
+        ("bert_base_b16_l512", False, 2),
+        ("gpt_oss_local", False, 3),
+    ):
+        for function in (torch_attention.flash_attn_3, torch_attention.flash_attn_4):
+            form = function(benchmark.BY_NAME[name], False)
+            assert form.layout.padded == padded and len(form.extra) == extra
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        torch_attention.flash_attn_3(benchmark.BY_NAME["bert_base_b16_l512"], True)
 
 
 def test_what_does_not_fit_is_said():
@@ -199,6 +221,7 @@ def test_cases_hold_the_grids_and_begin_with_the_targets():
         "71/1",
         "64/8",
         "16/8",
+        "16",
         "32",
     }
     assert {p["features"] for p in params if "features" in p} == {

@@ -223,6 +223,17 @@ def test_cases_of_one_name_are_in_the_order_of_their_numbers():
     ]
 
 
+def test_tables_may_be_of_rows_with_a_faster_baseline():
+    lines = comparison.markdown(RECORD, behind="yes").splitlines()
+    assert lines[2].startswith("| b | 0.80 | 50 (300) |")
+    assert not any(line.startswith("| a |") for line in lines)
+    ahead = {**RECORD, "rows": RECORD["rows"][:2]}
+    with pytest.raises(ValueError, match="no row has a faster baseline"):
+        comparison.markdown(ahead, behind="yes")
+    with pytest.raises(ValueError, match="behind 'si', expected yes or no"):
+        comparison.markdown(RECORD, behind="si")
+
+
 def test_long_tables_may_be_folded():
     text = comparison.markdown(RECORD, folded="yes")
     rows, _, rest = text.partition("\n\n</details>")

@@ -189,6 +189,27 @@ CASES = {
         {"causal": True},
         MosaicGpuConfig(backward=BackwardBlocks(block_k=64, splits=2)),
     ),
+    "one long, causal, any order": (
+        [3, 150, 0, 20],
+        [3, 150, 0, 20],
+        (176, 176, 2, 1, 64),
+        {"causal": True, "deterministic": False},
+        NARROW,
+    ),
+    "cross lengths, window, any order": (
+        [5, 100, 0, 9, 3],
+        [64, 133, 7, 0, 5],
+        (120, 216, 2, 1, 128),
+        {"window": (20, 3), "deterministic": False, "alibi_slopes": True},
+        None,
+    ),
+    "one long, any order, head dim 256": (
+        [3, 150],
+        [3, 150],
+        (160, 160, 1, 1, 256),
+        {"deterministic": False},
+        None,
+    ),
     "cross lengths, window, everything, head dim 256": (
         [5, 100, 0, 9, 3],
         [64, 133, 7, 0, 5],
@@ -221,6 +242,7 @@ KNOWN = (
         "cross lengths, window, everything, head dim 256",
         "everything, short",
         "one long, causal",
+        "cross lengths, window, any order",
     ),
 )
 def test_interpreted_kernels_equal_the_reference(name):
@@ -267,6 +289,46 @@ def test_interpreted_kernels_equal_the_reference(name):
         assert relative_error(x, y) < tolerance
     for gradient, end in zip(got[2][:3], (cu_q[-1], cu_k[-1], cu_k[-1]), strict=True):
         assert (np.asarray(gradient, np.float32)[end:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "options"),
+    first(
+        [((192, 128), {"causal": True}), ((160, 72), {"window": (60, 20)})],
+        ((192, 128), {"causal": True}),
+    ),
+)
+def test_heads_of_latent_attention_are_multiplied_at_their_size(head_dims, options):
+    q, k, v, dout = operands(150, 150, 2, 1, head_dims[0])
+    v, dout = (x[..., : head_dims[1]] for x in (v, dout))
+    cu = np.array([0, 5, 140], np.int32)
+    dlse = np.zeros((150, 2), np.float32)
+    want = expected(q, k, v, dout, dlse, {}, cu, cu, options)
+    for x in (q, k, v, dout):
+        x[140:] = np.nan
+
+    def attend(q, k, v, extra):
+        return kernel(q, k, v, cu, return_lse=True, **options)
+
+    with use_device(one_sm), interpret_mosaic_gpu() as run:
+        got = jax.tree.map(np.asarray, gradients(attend, q, k, v, dout, dlse, {}))
+        assert run.kernels == 2
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        finite = np.isfinite(y)
+        assert (np.isfinite(x) == finite).all()
+        x, y = (np.where(finite, a, 0.0) for a in (x, y))
+        assert relative_error(x, y) < RELATIVE[BF16]
+
+
+def test_heads_of_latent_attention_are_not_copied():
+    q, v = (jax.ShapeDtypeStruct((4096, 16, n), BF16) for n in (192, 128))
+    with use_device(H200):
+        attend = functools.partial(kernel, cu_seqlens_q=np.array([0, 4096]))
+        lowered = lower_for_cuda(attend, q, q, v, kernels=1)
+        assert "stablehlo.pad" not in lowered and "stablehlo.slice" not in lowered
+        config = MosaicGpuConfig(forward=ForwardBlocks(block_k=64))
+        blocks = functools.partial(attend, config=config)
+        assert "stablehlo.pad" in lower_for_cuda(blocks, q, q, v, kernels=1)
 
 
 @pytest.mark.parametrize("config", [NARROW, SHORT], ids=["long", "short"])
@@ -456,12 +518,13 @@ def test_tiles_cover_every_row_once(cost, all_pairs, monkeypatch):
     "window", [(None, None), (None, 0), (70, 0), (30, 100), (90, None)]
 )
 @pytest.mark.parametrize(("block_q", "block_k"), [(64, 64), (64, 128), (128, 128)])
+@pytest.mark.parametrize("deterministic", [True, False])
 def test_tiles_of_keys_add_one_by_one_and_wait_for_earlier_blocks_alone(
-    window, block_q, block_k, monkeypatch
+    window, block_q, block_k, deterministic, monkeypatch
 ):
     rng = np.random.default_rng(0)
     blocks = BackwardBlocks(block_q=block_q, block_k=block_k)
-    scores = Scores(window)
+    scores = Scores(window, deterministic=deterministic)
     for _ in range(8):
         lengths = rng.integers(0, rng.choice([40, 700]), (2, 4))
         cu_q, cu_k = np.cumsum(np.pad(lengths, ((0, 0), (1, 0))), 1, dtype=np.int32)
@@ -486,14 +549,17 @@ def test_tiles_of_keys_add_one_by_one_and_wait_for_earlier_blocks_alone(
         ranks = np.broadcast_to(
             rank_of(scores, blocks, tile, index), (len(table), len(index))
         )
-        turns = {}
+        turns, longest = {}, {}
         for line, ranks_of_line in zip(np.asarray(table), ranks, strict=True):
             tile = dict(zip(FIELDS, line.tolist(), strict=True))
             for i in range(tile["first"], tile["last"] if tile["k_stop"] > 0 else 0):
                 turns.setdefault(tile["q_tile"] + i, []).append(int(ranks_of_line[i]))
+            longest.setdefault(tile["q_tile"], []).append(tile["last"] - tile["first"])
         # Lines are in the order of the grid.
         assert turns
         assert all(ranks == list(range(len(ranks))) for ranks in turns.values())
+        if window == (None, 0) and not deterministic:
+            assert all(x == sorted(x, reverse=True) for x in longest.values())
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -546,6 +612,7 @@ def problem_of(spec):
         kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=BF16,
+        value_dim=spec.value_dim,
     )
 
 
@@ -582,6 +649,8 @@ def test_shared_memory_suffices_for_every_spec():
         problem = problem_of(spec)
         blocks = forward_blocks(problem, H200)
         check_smem(forward_smem(problem, blocks), H200, spec.name)
+        if spec.value_dim is not None:  # gradients are those of padded heads
+            problem = dataclasses.replace(problem, head_dim=256, value_dim=None)
         blocks = backward_blocks(problem, H200)
         check_smem(backward_smem(problem, blocks), H200, spec.name)
 

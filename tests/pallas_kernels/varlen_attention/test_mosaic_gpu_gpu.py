@@ -100,8 +100,9 @@ def runs(head_dim, window, causal, softcap, config, implementation="mosaic_gpu")
 
 
 def check(lengths_q, lengths_k, head_dim, kv_heads, options, dtype=BF16, config=None,
-          tokens=TOKENS, implementation="mosaic_gpu"):  # fmt: skip
+          tokens=TOKENS, implementation="mosaic_gpu", value_dim=None):  # fmt: skip
     q, k, v, dout = operands(tokens, 4, kv_heads, head_dim, dtype)
+    v, dout = (np.ascontiguousarray(x[..., :value_dim]) for x in (v, dout))
     extra = {
         name: jnp.linspace(0.05, 0.6, 4, dtype=jnp.float32)
         for name in ("sinks", "alibi_slopes")
@@ -157,6 +158,13 @@ def test_kernels_for_short_sequences_in_fp16(feature, lengths):
 @pytest.mark.parametrize("head_dim", [32, 96, 200])
 def test_other_head_dims(head_dim):
     check(AWKWARD, AWKWARD, head_dim, 2, {"causal": True}, jnp.float16)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (136, 72)])
+def test_heads_of_latent_attention(head_dim, value_dim, feature, lengths):
+    check(*LENGTHS[lengths], head_dim, *FEATURES[feature], value_dim=value_dim)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +239,26 @@ def test_gradients_repeat_bit_for_bit_where_many_blocks_add(head_dim):
         again = run(q, k, v, {}, cu, cu, dout)
         for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
             assert bool(jnp.array_equal(x, y))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (300, 0), (200, 100)])
+def test_gradients_in_any_order_where_many_blocks_add(head_dim, window):
+    q, k, v, dout = map(jnp.asarray, operands(8192, 8, 2, head_dim))
+    cu = jnp.asarray([0, 100, 6000, 8190], jnp.int32)
+    options = {"window": window, "return_lse": True, "implementation": "mosaic_gpu"}
+    ordered = with_gradients(functools.partial(varlen_attention, **options))
+    free = with_gradients(
+        functools.partial(varlen_attention, deterministic=False, **options)
+    )
+    want = jax.tree.leaves(ordered(q, k, v, {}, cu, cu, dout)[2])
+    for _ in range(20):
+        poison(q, q, q, q)
+        dq, dk, dv = jax.tree.leaves(free(q, k, v, {}, cu, cu, dout)[2])
+        # Dq is summed in another order, dk and dv in one over the queries.
+        for x, y in zip((dq, dk, dv), want, strict=True):
+            assert relative_error(x, y) < RELATIVE[BF16]
+        assert not bool(jnp.any(dq[8190:]))
 
 
 def test_vmap_scan_and_remat():
