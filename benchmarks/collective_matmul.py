@@ -11,7 +11,8 @@ Sizes are those of an entire layer; each device multiplies ``1 / tp`` of it.
 - ``xla_nccl``: the collective and the matmul, one after the other; ``xla_lhs``: the
   same with XLA's latency-hiding scheduler; ``xla_ring``: our ring of ``ppermute``;
   ``xla_windowed``: the collective matmul of XLA's partitioner (its windowed einsum),
-  from shardings alone.
+  from shardings alone; ``xla_one_shot``: sums by XLA's own kernels in the place of
+  NCCL's.
 - ``jax_sample``: the all-gather matmul of `jax.experimental.pallas.ops.gpu`.
 - ``fp8_mosaic_gpu``, ``fp8_xla``: the kernel and XLA on operands of 8 bits (E4M3, a
   scale for each row), compared with the matmul of the rounded operands.
@@ -281,13 +282,14 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
             for config in in_order_of_k(local_problem(params), device)
         ]
     if kind == "all_reduce":
-        found.append(
+        found += [
+            collective("xla_one_shot", xla, compiler_options=baselines.ONE_SHOT),
             collective(
                 "low_latency",
                 low_latency,
                 state=functools.partial(workspace, params),
-            )
-        )
+            ),
+        ]
     return found
 
 
@@ -402,6 +404,7 @@ NAMES = (
     "xla_lhs",
     "xla_ring",
     "xla_windowed",
+    "xla_one_shot",
     "fp8_mosaic_gpu",
     "fp8_xla",
     "jax_sample",

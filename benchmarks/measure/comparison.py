@@ -8,13 +8,14 @@ from the case; params that all rows share stand under the table. A long table sh
 first ten rows, and the rest behind a fold. Cases of one name are in the order of their
 numbers. Where PyTorch took less for a larger problem of its own, that is the time of
 the baseline here. The metric ``vs_torch`` is made from such times as well: how much
-less a row takes than the best form of PyTorch.
+less a row takes than the best form of PyTorch. Rows with the key ``stale`` are marked:
+see `benchmarks.publish.stale`.
 """
 
 import fnmatch
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.measure import records
@@ -66,7 +67,18 @@ def _cell(
     text = _number(row["time_us"] / scale)
     if metric is not None and metric in row["metrics"]:
         text += f" ({_number(row['metrics'][metric])})"
-    return f"**{text}**" if best else text
+    return (f"**{text}**" if best else text) + stale([row])
+
+
+STALE = "†"
+"""Stands behind the time of kernels that have changed since."""
+
+STALE_NOTE = f"{STALE}: its kernels have changed since, or may have"
+
+
+def stale(rows: Iterable[records.Record]) -> str:
+    """The mark, if one of the rows needs it."""
+    return f" {STALE}" if any(row.get("stale") for row in rows) else ""
 
 
 def ratio(by_name: dict[str, records.Record]) -> float | None:
@@ -289,20 +301,21 @@ def _side_by_side(
     names = records.ordered(row["implementation"] for row in rows)
     heads = ["case", *params, *(["implementation"] if len(names) > 1 else [])]
     lines: dict[tuple, dict[Any, float]] = {}
+    old: dict[tuple, dict[Any, str]] = {}
     for row in rows:
         key = [row["case"], *(str(row["params"].get(p, "")) for p in params)]
         key += [row["implementation"]] if len(names) > 1 else []
         value = row["metrics"].get(metric) if metric else row["time_us"]
         if value is not None:
             lines.setdefault(tuple(key), {})[row["params"][columns]] = value
+            old.setdefault(tuple(key), {})[row["params"][columns]] = stale([row])
     table = [
         [*heads, *(f"{columns} {value}" for value in values)],
         ["---"] * len(heads) + ["--:"] * len(values),
     ]
     for key, cells in lines.items():
-        table.append(
-            [*key, *(_number(cells[v]) if v in cells else "-" for v in values)]
-        )
+        texts = {v: _number(cells[v]) + old[key][v] for v in cells}
+        table.append([*key, *(texts.get(v, "-") for v in values)])
     if metric and len(lines) > 1 and len(names) == 1:
         each = [[c[v] for c in lines.values() if v in c] for v in values]
         means = [_number(sum(e) / len(e)) if e else "-" for e in each]
@@ -354,8 +367,9 @@ def source(rows: Sequence[records.Record]) -> str:
         f"{join('date')}{worst}.",
         88,
     )
+    note = f" {STALE_NOTE}." if stale(rows) else ""
     return (
-        f"{join('device')} x {join('num_devices')}.\n\n"
+        f"{join('device')} x {join('num_devices')}.{note}\n\n"
         "<details><summary>Commands, commits and versions</summary>\n\n"
         f"{details}\n\n```text\n{commands}\n```\n\n</details>"
     )

@@ -1,11 +1,7 @@
 """What is to be measured: rows that are missing, and those of other kernels.
 
-A row of ours is stale if a kernel of it may have changed since the commit of the row.
-That is settled by what is cheapest and still sound: no file of its ops changed, or else
-`tests/manifest.json` held the same hashes of Mosaic modules then as now. Benchmarks of
-whole models run kernels at shapes that the manifest does not have; there all cases of
-their ops must agree. What cannot be shown, as before there was a manifest, counts as
-stale. Any row is stale once JAX is another version, since XLA is then another too.
+What is stale `benchmarks.publish.stale` says; any row is once JAX is another version,
+since XLA is then another too.
 
 A case is measured whole: its implementations take turns on one chip, so that one of
 them alone would be compared with times of another day.
@@ -13,12 +9,10 @@ them alone would be compared with times of another day.
 
 import dataclasses
 import functools
-import importlib
 import json
 import pathlib
 import shlex
 import statistics
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,10 +20,11 @@ import jax
 
 from benchmarks.measure import command, comparison, records
 from benchmarks.measure.harness import OPTIONAL, Benchmark, Case, installed_version
-from benchmarks.publish import headlines, kernel_code, pruned_speed, tables
+from benchmarks.publish import headlines, pruned_speed, tables
+from benchmarks.publish.stale import History, load_benchmark, ours
 
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = tables.ROOT
 
 SLOW = "slower than a larger problem"
 FRESH, MISSING, TRIED, AGAIN = "fresh", "missing", "tried", "again"
@@ -98,71 +93,6 @@ class Due:
         return f"{self.benchmark.name} {self.case.name}{selected}  {states}"
 
 
-def load_benchmark(name: str) -> Benchmark:
-    """The benchmark of a module."""
-    return importlib.import_module(f"benchmarks.{name}").BENCHMARK
-
-
-# --- What changed ---------------------------------------------------------------------
-
-
-class History:
-    """What git says of the kernels of a commit."""
-
-    def __init__(self, root: pathlib.Path = ROOT):
-        self.root = root
-        self.now = json.loads((root / kernel_code.MANIFEST).read_text())
-        self.manifest = functools.cache(self._manifest)
-        self.unchanged = functools.cache(self._unchanged)
-
-    def _git(self, *arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            ["git", *arguments],
-            cwd=self.root,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    def _manifest(self, commit: str) -> dict[str, Any] | None:
-        """The manifest of a commit, if it is known and has one."""
-        found = self._git("show", f"{commit}:{kernel_code.MANIFEST}")
-        return None if found.returncode else json.loads(found.stdout)
-
-    def _unchanged(self, commit: str, op: str) -> bool:
-        """Whether the files that an op is made of are still those of a commit."""
-        files = map(str, kernel_code.sources(op))
-        return self._git("diff", "--quiet", commit, "--", *files).returncode == 0
-
-    def stale(
-        self, benchmark: Benchmark, case: Case, name: str, commit: str
-    ) -> str | None:
-        """Why the kernels of a row may not be those of a commit; None if they are.
-
-        Args:
-            benchmark: What has the row.
-            case: Of the row.
-            name: Of the implementation.
-            commit: At which it was measured.
-        """
-        ops = [op for op in benchmark.kernels if benchmark.runs(case, name, op)]
-        for op in ops:
-            if self.unchanged(commit, op):
-                continue
-            then = self.manifest(commit)
-            if then is None or op not in then["kernels"]:
-                return f"{op} changed since {commit}, which has no manifest of it"
-            before, now = then["kernels"][op], self.now["kernels"][op]
-            spec = benchmark.spec(case)
-            alone = len(ops) == 1 and spec in before and spec in now
-            names = [spec] if alone else sorted(before.keys() & now.keys())
-            if then["jax"] != self.now["jax"]:
-                return f"{op} changed since {commit}, and JAX did"
-            if not names or any(before[n] != now[n] for n in names):
-                return f"kernels of {op} changed since {commit}"
-        return None
-
-
 # --- The plan -------------------------------------------------------------------------
 
 
@@ -193,7 +123,7 @@ def plan(
     Raises:
         ValueError: a result file is damaged.
     """
-    shown = citations()
+    shown = citations(folders[-1].name if folders else tables.DEFAULT_DEVICE)
     found: list[Due] = []
     stored = {name: _stored(name, folders) for name in _names(lines)}
     slow = {name: records.disturbed([*rows.values()]) for name, rows in stored.items()}
@@ -294,9 +224,7 @@ def _state(
     for package, version in row.get("versions", {}).items():
         if installed_version(package) not in (None, version):
             return f"of {package} {version}"
-    ours = [n for n in benchmark.implementations if n in comparison.OURS]
-    # Where none is called ours, as in a sequence of steps, each may run our kernels.
-    if ours and row["implementation"] not in ours:
+    if row["implementation"] not in ours(benchmark):
         return FRESH
     return history.stale(benchmark, case, row["implementation"], row["commit"]) or FRESH
 
@@ -318,18 +246,27 @@ def _says(row: records.Record) -> bool:
     return "run_seconds" in row["metrics"]
 
 
-def citations(root: pathlib.Path = ROOT) -> list[tuple[int, Any]]:
-    """For each table of the README (0) and of the docs (1), whether it has a case."""
+def citations(device: str, root: pathlib.Path = ROOT) -> list[tuple[int, Any]]:
+    """For each table of the README (0) and of the docs (1), whether it has a case.
+
+    Args:
+        device: The folder of results whose tables count.
+        root: Of the documents.
+    """
     found = []
     for path in tables.documents(root):
         rank = 0 if path.name == "README.md" else 1
         for marker in tables.MARKER.finditer(path.read_text(encoding="utf-8")):
             options = dict(item.split("=", 1) for item in marker["options"].split())
-            if options.get("device", tables.DEFAULT_DEVICE) != tables.DEFAULT_DEVICE:
-                continue
+            default = tables.DEFAULT_DEVICE
             shown = [(marker["name"], options)]
             if marker["name"] == "headlines":
-                shown = [_of_headline(h) for h in headlines.HEADLINES if not h.device]
+                own = [
+                    h for h in headlines.HEADLINES if (h.device or default) == device
+                ]
+                shown = [_of_headline(h) for h in own]
+            elif options.get("device", default) != device:
+                continue
             found += [(rank, functools.partial(_shows, *one)) for one in shown]
     return found
 

@@ -10,7 +10,8 @@ import fnmatch
 import pathlib
 from collections.abc import Mapping
 
-from benchmarks.measure import records
+from benchmarks.measure import comparison, records
+from benchmarks.publish.stale import History
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ NAMES = {
     "cudnn": "cuDNN",
     "dense": "dense, cuBLAS",
     "plain_jax": "plain JAX, cuDNN",
-    "torch_async_tp": "PyTorch async TP",
+    "torch_async_tp": "PyTorch async TP, no multicast",
     "torch_compile": "PyTorch, compiled",
     "torch_compile_graphs": "PyTorch, compiled, CUDA graphs",
     "torch_float8": "PyTorch, torchao float8",
@@ -172,8 +173,14 @@ def rows(headline: Headline, results: pathlib.Path) -> dict[str, list[records.Re
     }
 
 
-def markdown(results: pathlib.Path, docs: str) -> str:
-    """The table; `docs` is the way to the pages, as ``docs/``."""
+def markdown(results: pathlib.Path, docs: str, history: History | None = None) -> str:
+    """The table.
+
+    Args:
+        results: The folder of a device.
+        docs: The way to the pages, as ``docs/``.
+        history: Decides which of our times are marked as stale; None marks none.
+    """
     head = ["Task", "Workload", "GPUs", "Ours", "Fastest baseline", "Speed-up", "More"]
     lines = ["| " + " | ".join(head) + " |", "|---|---|---|--:|--:|--:|---|"]
     for headline in HEADLINES:
@@ -189,6 +196,8 @@ def markdown(results: pathlib.Path, docs: str) -> str:
         best = min(times, key=lambda name: times[name])
         first, second = found[headline.ours][0], found[best][0]
         cells = [_text(ours), f"{_text(times[best])} ({NAMES[best]})"]
+        if history is not None and any(map(history.is_stale, found[headline.ours])):
+            cells[0] += f" {comparison.STALE}"
         if headline.metric is not None:
             cells[0] += f", {first['metrics'][headline.metric]:.2f}"
             cells[1] += f", {second['metrics'][headline.metric]:.2f}"
@@ -197,6 +206,8 @@ def markdown(results: pathlib.Path, docs: str) -> str:
         link = f"[all rows]({docs}{headline.page})"
         line = [headline.task, headline.what, gpus, *cells, link]
         lines.append("| " + " | ".join(line) + " |")
+    if any(comparison.STALE in line for line in lines):
+        lines += ["", f"{comparison.STALE_NOTE}."]
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.measure import records
+from benchmarks.measure import comparison, records
 
 
 NAME = "pruned_speed"
@@ -51,6 +51,8 @@ class Point:
     kept: float | None
     """Share of the weights of this layer that a mask keeps: less or more than of the
     whole model."""
+    mark: str = ""
+    """That the row is stale."""
 
 
 def points(rows: Sequence[records.Record]) -> list[Point]:
@@ -78,6 +80,7 @@ def points(rows: Sequence[records.Record]) -> list[Point]:
                 speed_up=metrics["speed_up"],
                 ideal=metrics.get("ideal_speed_up"),
                 kept=metrics.get("kept"),
+                mark=comparison.stale([row]),
             )
             key = point.layer, form, sparsity
             if key not in found or found[key].speed_up < point.speed_up:
@@ -120,7 +123,7 @@ def _cell(point: Point | None) -> str:
         return "-"
     ideal = "" if point.ideal is None else f" of {point.ideal:.2f}"
     kept = "" if point.kept is None else f"<br>keeps {point.kept:.2g}"
-    return f"{point.speed_up:.2f}{ideal}{kept}"
+    return f"{point.speed_up:.2f}{ideal}{point.mark}{kept}"
 
 
 CAPTION = (

@@ -161,7 +161,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
         for line in (
             "collective_matmul --rows 8192 2048 --skip auto",
             "collective_matmul --rows 16 64 512 --impl mosaic_gpu auto xla_nccl "
-            "xla_lhs xla_ring xla_windowed torch_nccl",
+            "xla_lhs xla_ring xla_windowed xla_one_shot low_latency torch_nccl",
             "tensor_parallel_block",
         )
     ),

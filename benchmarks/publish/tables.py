@@ -19,9 +19,8 @@ rest; with ``folded=yes`` all rows are behind the fold, for tables below a plot 
 short one. With ``behind=yes`` it has those rows alone in which a baseline is faster
 than all of ours. With ``pending=yes`` a table without results says so instead of
 failing, with ``pending=hidden`` it is not there. A plot is a block ``<!-- plot:matmul
--->``, and ``<!-- table:headlines -->`` is the table of `benchmarks.publish.headlines`, ``<!-- table:estimates -->`` that of
-`benchmarks.publish.estimates`.
-What a table was made by (commands, commits, versions) is folded away under it.
+-->``, and ``<!-- table:headlines -->`` is the table of `benchmarks.publish.headlines`,
+``<!-- table:estimates -->`` that of `benchmarks.publish.estimates`. What a table was made by (commands, commits, versions) is folded away under it.
 ``table:pruned_speed`` and its plot join two files: `benchmarks.publish.pruned_speed`.
 Plots that no page shows are removed. Within a line,
 ``<!-- measured:matmul,dense -->`` to ``<!-- /measured -->`` says on how many GPUs there
@@ -29,7 +28,8 @@ are rows of these files, and ``<!-- ratio:matmul times=dense/mosaic_gpu M=8192 -
 range of the quotients of times; it takes options of tables. ``--check`` changes nothing
 and fails if a block or a plot differs from what would be written.
 
-The table of a file is that of `benchmarks.measure.comparison`.
+The table of a file is that of `benchmarks.measure.comparison`. Every table marks the
+rows that are stale, by git's history of their kernels: `benchmarks.publish.stale`.
 """
 
 import argparse
@@ -40,6 +40,7 @@ from collections.abc import Sequence
 
 from benchmarks.measure import comparison, records
 from benchmarks.publish import estimates, headlines, plots, pruned_speed
+from benchmarks.publish import stale as staleness
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -116,8 +117,20 @@ def _record(path: pathlib.Path) -> records.Record | None:
     return records.load(path) if path.exists() else None
 
 
-def fill(text: str, results: pathlib.Path, where: str = "text") -> str:
-    """Replace the contents of every marked block of a document."""
+def fill(
+    text: str,
+    results: pathlib.Path,
+    where: str = "text",
+    history: staleness.History | None = None,
+) -> str:
+    """Replace the contents of every marked block of a document.
+
+    Args:
+        text: The document.
+        results: The folder of results.
+        where: The document's path.
+        history: Decides which rows are marked as stale; None marks none.
+    """
 
     def block(match: re.Match) -> str:
         options = dict(item.split("=", 1) for item in match["options"].split())
@@ -131,7 +144,7 @@ def fill(text: str, results: pathlib.Path, where: str = "text") -> str:
         without = WITHOUT_ROWS[pending]
         if match["name"] == "headlines":
             docs = "" if where.startswith("docs/") else "docs/"
-            made = headlines.markdown(results / device, docs)
+            made = headlines.markdown(results / device, docs, history)
             return f"{match['open']}\n{made}\n{match['close']}"
         if match["name"] == "estimates":
             made = estimates.markdown(results / device)
@@ -142,6 +155,8 @@ def fill(text: str, results: pathlib.Path, where: str = "text") -> str:
             return f"{match['open']}{without}{match['close']}"
         if record is None:
             raise ValueError(f"{where}: {name} wants {path}, not there")
+        if history is not None and match["what"] == "table":
+            record = history.mark(record)
         try:
             if match["what"] == "plot":
                 made = plots.link(path, depth=where.count("/"), **options)
@@ -182,6 +197,12 @@ def documents(root: pathlib.Path) -> list[pathlib.Path]:
     ]
 
 
+def _unmarked(text: str) -> str:
+    """A document without the marks of stale rows."""
+    text = text.replace(f" {comparison.STALE_NOTE}.", "")
+    return text.replace(f" {comparison.STALE}", "")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.publish.tables")
@@ -190,11 +211,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=pathlib.Path, default=records.RESULTS)
     args = parser.parse_args(argv)
     stale, pages = [], ""
+    history = staleness.history(args.root)
     for path in documents(args.root):
         old = path.read_text(encoding="utf-8")
-        new = fill(old, args.results, str(path.relative_to(args.root)))
+        new = fill(old, args.results, str(path.relative_to(args.root)), history)
         pages += new
-        if new == old:
+        if new == old or (args.check and history is None and new == _unmarked(old)):
             continue
         stale.append(str(path.relative_to(args.root)))
         if not args.check:

@@ -26,6 +26,13 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 LATENCY_HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
 """Options of the compiler for ``xla_lhs``."""
 
+ONE_SHOT = {
+    "xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE"
+}
+"""Options of the compiler for ``xla_one_shot``. In bf16 XLA's kernels of sums have a
+form of one and one of two exchanges; the one that needs NVLink multicast is of fp32
+alone."""
+
 PUSH_BLOCKS = (16, 48, 132)
 """Numbers of blocks that `push` is tried with; 15 multiprocessors fill NVLink."""
 

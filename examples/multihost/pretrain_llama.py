@@ -28,7 +28,12 @@ import jax
 import tyro
 
 from jaxscale.models import preset
-from jaxscale.sharding import MeshConfig, initialize, launch_in_order
+from jaxscale.sharding import (
+    MeshConfig,
+    initialize,
+    launch_in_order,
+    use_xla_flags,
+)
 from jaxscale.training import (
     DataConfig,
     OptimizerConfig,
@@ -55,6 +60,7 @@ def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     if options.tensor_parallel == "fused":
         launch_in_order()
+        use_xla_flags("host_kernels")  # kernels name the GPUs of their process
     cluster = initialize()  # before any other use of JAX
     model = preset(options.preset)
     config = TrainConfig(

@@ -363,7 +363,6 @@ def _environment(
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """The variables that `initialize` reads, and a compilation cache of the run."""
-    several = len(start.ranks) > 1
     mine = {key: value for key, value in environ.items() if key != protocol.SECRET}
     mine |= {
         "JAX_COORDINATOR_ADDRESS": start.coordinator,
@@ -371,11 +370,11 @@ def _environment(
         "JAX_PROCESS_ID": str(rank),
         "PYTHONUNBUFFERED": "1",
     }
-    if several:  # one GPU each
+    if (several := len(start.ranks)) > 1:  # an equal share, or one GPU each
         visible = [d for d in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-        mine["CUDA_VISIBLE_DEVICES"] = (
-            visible[index] if index < len(visible) else str(index)
-        )
+        each = max(1, len(visible) // several)
+        share = visible[index * each : (index + 1) * each] or [str(index)]
+        mine["CUDA_VISIBLE_DEVICES"] = ",".join(share)
     mine["JAX_COMPILATION_CACHE_DIR"] = state.programs(Path(start.directory), environ)
     mine.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
     return mine

@@ -85,6 +85,8 @@ class Hardware:
     """Dense bf16 FLOP/s of the data sheet: what MFU is measured against."""
     matmul: float
     """FLOP/s of large matmuls."""
+    matmul_fp8: float | None = None
+    """FLOP/s of large matmuls in fp8, None if it has none."""
     fp32: float
     """FLOP/s of large matmuls in full float32, not TF32."""
     attention: float
@@ -132,15 +134,17 @@ H200 = Hardware(
     name="H200",
     peak=PEAK_BF16_FLOPS["NVIDIA H200"],
     matmul=788e12,
+    matmul_fp8=1380e12,
     fp32=50e12,
     attention=512e12,
     hbm=4.0e12,
     link=300e9,
     nic=45e9,
     memory=141e9,
-    origin="products (cubes of 8,192), attention (whole rows of 4,096, cuDNN), memory "
-    "and links (an all-gather over 4) measured here; between hosts 90% of 400 Gbit/s, "
-    "to the own host 80% of PCIe 5, float32 75% of the data sheet, not measured",
+    origin="products (cubes of 8,192, also in fp8), attention (whole rows of 4,096, "
+    "cuDNN), memory and links (an all-gather over 4) measured here; between hosts 90% "
+    "of 400 Gbit/s, to the own host 80% of PCIe 5, float32 75% of the data sheet, not "
+    "measured",
 )
 """One H200 in a host with NVLink."""
 
@@ -148,6 +152,7 @@ H100 = Hardware(
     name="H100",
     peak=PEAK_BF16_FLOPS["NVIDIA H100"],
     matmul=720e12,
+    matmul_fp8=1260e12,
     fp32=50e12,
     attention=480e12,
     hbm=2.8e12,
@@ -170,15 +175,16 @@ A100 = Hardware(
     nic=22e9,
     host=22e9,
     memory=80e9,
-    origin="set so that MegaScale's published rows come out: benchmarks.publish.plan",
+    origin="shares of the data sheet at which two steps of Megatron-LM come out that "
+    "the paper on MegaScale publishes (arXiv 2402.15627, table 2), not measured here",
 )
-"""One A100 SXM in a host with NVLink and 200 Gbit/s per GPU, as in MegaScale's
-paper."""
+"""One A100 SXM in a host with NVLink and 200 Gbit/s per GPU."""
 
 B200 = Hardware(
     name="B200",
     peak=PEAK_BF16_FLOPS["NVIDIA B200"],
     matmul=1700e12,
+    matmul_fp8=3000e12,
     fp32=56e12,
     attention=1150e12,
     hbm=6.6e12,

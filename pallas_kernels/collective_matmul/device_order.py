@@ -5,8 +5,9 @@ number of the GPU, so the devices of the mesh must be 0, 1, 2, ... in this order
 a function is traced only sizes and names of the mesh are known; which devices it has
 is known when it is lowered. So both forms are traced, and one of them is lowered.
 
-With several processes a kernel reaches the GPUs of its own: peers in another one would
-need symmetric memory, whose address Mosaic GPU takes from NVLink multicast. So the
+With several processes a kernel reaches the GPUs of its own. For peers in another one
+JAX 0.11 has two ways: symmetric memory, whose address Mosaic GPU takes from NVLink
+multicast, and NVSHMEM, whose memory the XLA of JAX's wheels cannot allocate. So the
 kernel is lowered for the part of the mesh that the process has, and names the places of
 these devices. The programs of the processes then differ in these names.
 """
@@ -40,7 +41,7 @@ def by_device_order(
 ) -> list[jax.Array]:
     """Computes `kernel` where it reaches its peers, else `portable`.
 
-    Why the kernel does not run is logged once per op.
+    Why the kernel does not run is logged once per op, as a warning.
 
     Args:
         op_name: name of the op, for messages.
@@ -109,7 +110,7 @@ def _lower(
             raise Unsupported(f"{op_name}: {reason}; use implementation='xla'")
         if (op_name, reason) not in _logged:
             _logged.add((op_name, reason))
-            logger.info("%s runs without the kernel: %s", op_name, reason)
+            logger.warning("%s runs without the kernel: %s", op_name, reason)
         chosen = portable
     as_traced = context.replace(avals_in=chosen.in_avals)
     if reason is None and isinstance(part, _Part):
@@ -133,15 +134,17 @@ def _out_of_order(mesh: Mesh) -> str | None:
     )
 
 
+_FLAG = "--xla_gpu_shard_autotuning=false"
+
+
 def _tuned_together() -> str | None:
     """Say what keeps processes from compiling programs that differ."""
-    flag = "--xla_gpu_shard_autotuning=false"
-    if flag in os.environ.get("XLA_FLAGS", "").split():
+    if _FLAG in os.environ.get("XLA_FLAGS", "").split():
         return None
     return (
         "there are several processes, whose programs differ with the kernel, and XLA"
         " would wait for ever for what the others tuned; its flags (XLA_FLAGS) need"
-        f" {flag}"
+        f" {_FLAG}"
     )
 
 
@@ -202,8 +205,10 @@ def _own_part(mesh: Mesh, axis_name: str) -> _Part | str:
     if dict(zip(mesh.axis_names, size, strict=True))[axis_name] < mesh.shape[axis_name]:
         return (
             f"the axis {axis_name!r} has devices of several processes, and kernels"
-            " reach those of one; start one process on each host, and keep the axis"
-            " inside"
+            f" reach the {own.size} of one; start one process on each host, with all"
+            " its GPUs (Slurm: srun --ntasks-per-node=1 --gpus-per-node=8; Open MPI:"
+            " mpirun --map-by ppr:1:node; else JAX_NUM_PROCESSES=<hosts>), set"
+            f" XLA_FLAGS={_FLAG}, and keep the axis inside a host"
         )
     part = AbstractMesh(size, mesh.axis_names, axis_types=mesh.axis_types)
     return _Part(part, tuple(own.tolist()))

@@ -128,7 +128,7 @@ def losses(directory):
 
 
 @pytest.mark.slow
-def test_llama_by_slurm_and_by_jobset(job):
+def test_llama_by_slurm_and_by_jobset(job, monkeypatch):
     script = ["pretrain_llama.py", "--preset=llama_tiny", *OPTIONS]
     log = start("sbatch", "slurm.sbatch", *script, "--output-dir=slurm")
     assert "step 3 of 3, 2 processes (slurm), 4 devices" in log
@@ -149,6 +149,15 @@ def test_llama_by_slurm_and_by_jobset(job):
     expected = losses("slurm")
     assert len(expected) == 3
     assert losses(directories["/runs"] / "llama") == pytest.approx(expected, rel=1e-5)
+    # One process of all devices has the same losses, and goes on where two ended.
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
+    start("python", *script, "--output-dir=alone")
+    assert losses("alone") == pytest.approx(expected, rel=1e-5)
+    for directory in ("alone", "slurm"):
+        log = start("python", *script, "--steps=4", f"--output-dir={directory}")
+        assert "step 4 of 4, 1 processes" in log
+    assert losses("slurm") == pytest.approx(losses("alone"), rel=1e-5)
+    assert len(losses("slurm")) == 4
 
 
 @pytest.mark.slow

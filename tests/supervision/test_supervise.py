@@ -107,19 +107,42 @@ def test_a_fault_is_noticed_and_the_trace_has_no_gap(
     nothing_runs(tmp_path)
 
 
-def test_compiled_programs_are_of_the_user_alone(run, tmp_path, monkeypatch):
-    """To load one can run any code; a cache of the user's own is theirs to guard."""
-    start = protocol.Start(
+def beginning(directory, ranks):
+    """The message that starts ranks."""
+    return protocol.Start(
         cycle=1,
-        ranks=[0],
-        processes=1,
+        ranks=ranks,
+        processes=len(ranks),
         coordinator="",
         command=[],
-        directory=str(tmp_path / "supervisor"),
+        directory=str(directory / "supervisor"),
         resume_before=0,
         is_first=True,
         skips=[],
     )
+
+
+@pytest.mark.parametrize(
+    ("visible", "processes", "shares"),
+    [
+        ("4,5,6,7", 2, ["4,5", "6,7"]),
+        ("0,1,2,3", 4, ["0", "1", "2", "3"]),
+        ("0,1,2", 2, ["0", "1"]),
+        (None, 2, ["0", "1"]),
+        ("0,1", 1, ["0,1"]),
+        (None, 1, [None]),
+    ],
+)
+def test_processes_of_a_host_share_its_gpus(tmp_path, visible, processes, shares):
+    start = beginning(tmp_path, [*range(processes)])
+    given = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    found = [_environment(start, i, i, given) for i in range(processes)]
+    assert [own.get("CUDA_VISIBLE_DEVICES") for own in found] == shares
+
+
+def test_compiled_programs_are_of_the_user_alone(run, tmp_path, monkeypatch):
+    """To load one can run any code; a cache of the user's own is theirs to guard."""
+    start = beginning(tmp_path, [0])
     folder = tmp_path / "supervisor" / "compiled"
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     assert _environment(start, 0, 0, {})["JAX_COMPILATION_CACHE_DIR"] == str(folder)

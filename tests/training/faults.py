@@ -2,6 +2,7 @@
 
     python -m tests.training.faults [NAME ...]
     python -m tests.training.faults --random 200 [--seed 0] [--without-jax]
+    JAX_PLATFORMS=cuda python -m tests.training.faults [NAME ...]   # on two GPUs
 
 For each fault: seconds until it was noticed and until a step was done again, steps that
 were computed twice, and whether the losses are those of an unbroken run, bit for bit.
@@ -29,7 +30,7 @@ STEPS = 40
 STALL = 3.0  # deadline of a step, s
 OPTIONS = [
     *("--processes", "2", "--backoff", "0.5"),
-    *("--deadlines.start", "20", "--deadlines.compile", "60"),
+    *("--deadlines.start", "60", "--deadlines.compile", "60"),
     *("--deadlines.step", str(STALL), "--deadlines.save", "20"),
     *("--deadlines.host", "5", "--spike", "2", "--skip-batches", "1"),
 ]

@@ -24,7 +24,7 @@ def main(directory, steps, *faults):
     current()  # before jax is imported, which takes seconds
     import jax
 
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
     # With two devices each, most replicas are right.
     wrong = any(fault.startswith("wrong") for fault in faults)
     jax.config.update("jax_num_cpu_devices", 2 if wrong else 1)

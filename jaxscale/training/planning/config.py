@@ -6,12 +6,7 @@ from typing import Literal
 
 from jaxscale.checks import check_choice, check_integers, check_range
 from jaxscale.training.hardware import HARDWARE, Hardware
-from jaxscale.training.planning.cost_model import (
-    JAXSCALE_FUSED,
-    JAXSCALE_XLA,
-    Program,
-    Remat,
-)
+from jaxscale.training.planning.cost_model import Remat, TensorParallel
 
 
 CHOICES = (
@@ -78,7 +73,10 @@ class PlanConfig:
     """Data type of the second moment."""
     memory_kind: Literal["device", "pinned_host"] = "device"
     """Where optimizer state is stored between steps; pinned_host is host memory."""
-    tensor_parallel: Literal["fused", "xla"] | None = None
+    quantization: Literal["fp8", "fp8_tensorwise"] | None = None
+    """fp8 in the matmuls of the blocks, with a scale per row (fp8) or per operand;
+    None is bf16."""
+    tensor_parallel: TensorParallel | None = None
     """How tensor parallelism communicates; None is fused kernels within a host, else
     XLA."""
     memory_share: float = 0.9
@@ -104,6 +102,8 @@ class PlanConfig:
             check_choice("remat", self.remat, Remat)
         if self.tensor_parallel is not None:
             check_choice("tensor_parallel", self.tensor_parallel, ("fused", "xla"))
+        if self.quantization is not None:
+            check_choice("quantization", self.quantization, ("fp8", "fp8_tensorwise"))
         for name in ("mu_dtype", "nu_dtype"):
             check_choice(name, getattr(self, name), ("float32", "bfloat16"))
         check_choice("memory_kind", self.memory_kind, ("device", "pinned_host"))
@@ -137,8 +137,7 @@ class PlanConfig:
         return sum(4 if x == "float32" else 2 for x in (self.mu_dtype, self.nu_dtype))
 
     @property
-    def program(self) -> Program:
+    def communication(self) -> TensorParallel:
         """How tensor parallelism communicates: fused kernels need a single process."""
         one_host = self.gpus <= self.hardware.host_gpus
-        who = self.tensor_parallel or ("fused" if one_host else "xla")
-        return JAXSCALE_FUSED if who == "fused" else JAXSCALE_XLA
+        return self.tensor_parallel or ("fused" if one_host else "xla")

@@ -1,15 +1,16 @@
-"""The planner's cost model of a training step: its time, part by part.
+"""The planner's cost model of this library's training step: its time, part by part.
 
 The time of a step is that of `m` microbatches on one stage, plus the pipeline bubble,
 plus the costs once per step:
 
-    time = (m + (p - 1) / v) stage + data + optimizer + fixed
+    time = (m + (p - 1) / v) stage + data + optimizer
     stage = matmuls + attention + elementwise + exposed communication
 
 `step_time` describes each part, `jaxscale.training.planning.memory_model` the minimum
 memory of a step. The constants of machines are in `jaxscale.training.hardware`, those
-of programs in `Program`; ``benchmarks/publish/plan.py`` shows the error on published
-and measured runs.
+of the program here; ``benchmarks/publish/plan.py`` shows the error on measured runs.
+Other programs recompute, overlap and communicate differently: nothing here describes
+them.
 
 GPUs are numbered so that the axes vary from slow to fast as ``pipe``, ``data``,
 ``fsdp``, ``context``, ``tensor``: a pipeline needs the least bandwidth.
@@ -155,6 +156,8 @@ class Layout:
     """Bytes of optimizer state per parameter."""
     memory_kind: Literal["device", "pinned_host"] = "device"
     """Where optimizer state is stored between steps."""
+    quantization: Literal["fp8", "fp8_tensorwise"] | None = None
+    """fp8 in the matmuls of the blocks, or None for bf16."""
 
     def __post_init__(self) -> None:
         sizes = ("data", "fsdp", "pipe", "context", "tensor")
@@ -162,6 +165,7 @@ class Layout:
         check_choice("memory_kind", self.memory_kind, ("device", "pinned_host"))
         check_choice("zero", self.zero, (1, 2, 3))
         check_choice("remat", self.remat, Remat)
+        check_choice("quantization", self.quantization, (*_ROUNDING, None))
         each = self.rows * self.groups
         if self.batch_size % each:
             raise ValueError(
@@ -236,67 +240,35 @@ def _check_windows(windows: tuple[int | None, ...], stages: int, chunks: int) ->
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
-    """The exposed fraction of each kind of communication, and overheads."""
+type TensorParallel = Literal["fused", "xla"]
 
-    name: str
-    """Name in tables."""
-    tensor_exposed: float = 1.0
-    """Exposed fraction of tensor-parallel collectives."""
-    pipe_exposed: float = 1.0
-    """Exposed fraction of sends and receives between stages."""
-    context_exposed: float = 1.0
-    """Exposed fraction of all-gathers of keys and values."""
-    step_exposed: float = 1.0
-    """Exposed fraction of collectives that run once per step."""
-    layer_exposed: float = 1.0
-    """Exposed fraction of collectives per layer and microbatch (ZeRO-2 and 3), at least
-    the time beyond all computation."""
-    elementwise: float = 1.0
-    """Memory traffic of norms, residuals and activations, relative to fused ones."""
-    accumulation: float = 0.0
-    """Bytes read and written per parameter to accumulate the gradients of a microbatch;
-    0 if that is part of the matmuls and of their rate."""
-    layer_copies: float = 0.0
-    """Bytes read and written per parameter before each forward or backward pass of its
-    layer, on a stage of several chunks, which slices the layer out."""
-    split_vocabulary: bool = True
-    """Whether all stages share the output projection; otherwise the last one has it,
-    and the others wait."""
-    network: float = 1.0
-    """Achieved fraction of the network cards' bandwidth."""
-    fixed: float = 0.0
-    """Seconds per step for data and the host."""
-    jitter: float = 0.0
-    """Fraction of a step per doubling of the GPUs above 256, in which all wait for the
-    slowest."""
-
-
-JAXSCALE_XLA = Program(
-    name="jaxscale, collectives by XLA",
-    pipe_exposed=0.25,
-    layer_exposed=0.3,
-    elementwise=1.4,
-    accumulation=12.0,
-    layer_copies=4.0,
-    jitter=0.01,
-)
-"""This library with ``tensor_parallel="xla"``. `elementwise` is set by training LLaMA
-1B on one H200 and by a 70B layer on four. That XLA hides three quarters of sends and
-70% of the gathers of ZeRO-3 is assumed, not measured; `jitter` is MegaScale's."""
-
-JAXSCALE_FUSED = dataclasses.replace(
-    JAXSCALE_XLA,
-    name="jaxscale, fused kernels",
-    tensor_exposed=0.15,
-)
-"""This library with ``tensor_parallel="fused"``, which runs inside one process alone:
-80% to 88% of the communication of a 70B layer were measured to be hidden."""
+# A tensor-parallel collective takes a fixed time and a fraction of what its bytes need
+# on the links: fits of `benchmarks.collective_matmul` over two and four GPUs, 2,048 to
+# 16,384 rows, at widths of 4,096 and 8,192.
+_TENSOR_SECONDS = {"fused": 20e-6, "xla": 30e-6}
+_TENSOR_EXPOSED = {"fused": 0.2, "xla": 1.0}
+# Of the links, what XLA's collectives reach between two GPUs, from the same rows.
+_PAIR = 0.8
+# Exposed fraction of sends between stages, and of FSDP's collectives per layer and
+# microbatch. Assumed, not measured.
+_PIPE_EXPOSED, _LAYER_EXPOSED = 0.25, 0.3
+# Memory traffic of norms, residuals and activations, relative to what they must read
+# and write: set by LLaMA 1B on one H200 and by a 70B layer on four.
+_ELEMENTWISE = 1.4
+# Bytes read and written per parameter, by the compiled program: to accumulate the
+# gradients of a microbatch, and by a pass of a layer that is sliced out of chunks.
+_ACCUMULATION, _LAYER_COPIES = 12, 4
+# Bytes read and written to round a value of an input, of a gradient and of a parameter
+# to fp8, in forward and backward pass together.
+_ROUNDING = {"fp8": (5, 5, 12), "fp8_tensorwise": (7, 6, 20)}
 
 
 def step_time(
-    shape: Shape, seq_len: int, layout: Layout, hardware: Hardware, program: Program
+    shape: Shape,
+    seq_len: int,
+    layout: Layout,
+    hardware: Hardware,
+    tensor_parallel: TensorParallel = "xla",
 ) -> dict[str, float]:
     """Seconds of a training step, by part; their sum is the step.
 
@@ -305,21 +277,23 @@ def step_time(
     elementwise operations. A tensor-parallel region all-gathers and reduce-scatters its
     tokens forward, the same backward and half of that again, because the gathered input
     is not saved. ``bubble`` is (p - 1) / v of a stage. ``elementwise`` includes other
-    memory traffic: gradient accumulation, and layers that are sliced out of chunks.
+    memory traffic: rounding to fp8, gradient accumulation, and layers that are sliced
+    out of chunks.
 
     Returns:
         ``matmuls``, ``attention``, ``elementwise``, ``tensor``, ``context``, ``pipe``,
-        ``bubble``, ``data``, ``optimizer``, ``fixed``, ``jitter``. Communication counts
-        where it is exposed.
+        ``bubble``, ``data``, ``optimizer``. Communication counts where it is exposed.
+
+    Raises:
+        ValueError: the matmuls are in fp8, which this GPU does not have.
     """
-    m, stage = layout.microbatches, _stage(shape, seq_len, layout, hardware, program)
+    m = layout.microbatches
+    stage = _stage(shape, seq_len, layout, hardware, tensor_parallel)
     busy = sum(stage.values())
     parts = {name: m * seconds for name, seconds in stage.items()}
     parts["bubble"] = (layout.pipe - 1) / layout.chunks * busy
-    once, each = _data(shape, layout, hardware, program)
-    steady = m * busy
-    hidden = max(program.layer_exposed * each, each - steady)
-    parts["data"] = program.step_exposed * once + hidden
+    once, each = _data(shape, layout, hardware)
+    parts["data"] = once + max(_LAYER_EXPOSED * each, each - m * busy)
     # Optimizer state, parameters and gradients read, written and clipped, and cast to
     # bf16.
     local = local_parameters(shape, layout) / layout.fsdp
@@ -328,14 +302,15 @@ def step_time(
         # The next parameter's state is copied in while the previous one's is copied
         # out.
         parts["optimizer"] += 1.5 * layout.moment_bytes * local / hardware.host
-    parts["fixed"] = program.fixed
-    doublings = max(0.0, math.log2(layout.gpus / 256))
-    parts["jitter"] = program.jitter * doublings * sum(parts.values())
     return parts
 
 
 def _stage(
-    shape: Shape, seq_len: int, layout: Layout, hardware: Hardware, program: Program
+    shape: Shape,
+    seq_len: int,
+    layout: Layout,
+    hardware: Hardware,
+    tensor_parallel: TensorParallel,
 ) -> dict[str, float]:
     """Seconds per microbatch on a stage, forward and backward."""
     t, p, v, c = layout.tensor, layout.pipe, layout.chunks, layout.context
@@ -344,57 +319,88 @@ def _stage(
     full = layout.remat == "full"
     passes = 3 + full
     block, attention = _work(shape, seq_len)
-    products = 2 * passes * block * layers
-    products += 6 * shape.vocab_size * d / (p if program.split_vocabulary else 1)
+    # All stages share the output projection.
+    products = 2 * passes * block * layers / _block_rate(layout, hardware)
+    products += 6 * shape.vocab_size * d / p / hardware.matmul
     # The backward pass of attention has five matmuls, the forward pass two.
     attended = (3.5 + full) / 3 * attention * layers
     # Bytes per token forward, and twice that backward: reads and writes in bf16.
-    one_norm = shape.parallel_block and not shape.parallel_mlp_norm
-    touched = (14 * (2 - one_norm) + 6) * d + 2 * shape.num_mlp_kernels * shape.d_ff
+    touched = (14 * _norms(shape) + 6) * d + 2 * shape.num_mlp_kernels * shape.d_ff
     if shape.position == "rope":
         touched += 4 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     again = 3 + (layout.remat != "none")
-    elementwise = again * touched * layers * program.elementwise / hardware.hbm
-    added = 0.0
+    of_token, of_parameter = _rounding(shape, layout)
+    # What a scan saves beyond what must be, written and read.
+    of_token += 2 * (saved_bytes(shape, layout) - least_saved(shape, layout))
+    elementwise = layers * (again * touched * _ELEMENTWISE + of_token)
+    added = of_parameter * block * layers / t
     if layout.microbatches > 1:
-        added = program.accumulation * local_parameters(shape, layout) / hardware.hbm
-        added /= layout.fsdp if layout.zero > 1 else 1
+        shards = layout.fsdp if layout.zero > 1 else 1
+        added += _ACCUMULATION * local_parameters(shape, layout) / shards
     if v > 1:
         cut = layers * block / t / (layout.fsdp if layout.zero == 3 else 1)
-        added += 2 * program.layer_copies * cut / hardware.hbm
-    # Each region all-gathers and reduce-scatters its tokens.
-    regions = 1 if shape.parallel_block else 2
-    moved = (passes - 0.5) * 2 * regions * layers * _BF16 * d * (t - 1) / t
-    tensor = moved / hardware.rate(stride=1, size=t)
+        added += 2 * _LAYER_COPIES * cut
+    # Each region all-gathers, in fp8 if that is multiplied, and reduce-scatters its
+    # tokens.
+    tensor = 0.0
+    if t > 1:
+        regions = layers * (1 if shape.parallel_block else 2)
+        wide = passes * (1 if layout.quantization else _BF16) + (passes - 1) * _BF16
+        rate = hardware.rate(stride=1, size=t)
+        rate *= _PAIR if t == 2 and tensor_parallel == "xla" else 1
+        moved = tokens * regions * wide * d * (t - 1) / t / rate
+        tensor = _TENSOR_EXPOSED[tensor_parallel] * moved
+        tensor += (2 * passes - 1) * regions * _TENSOR_SECONDS[tensor_parallel]
     # Keys and values of the other parts of a sequence, in the backward pass too unless
     # they are saved, and their gradients back.
     kv = 2 * shape.num_kv_heads * shape.head_dim * _BF16 / t
     gathered = (again - 1) * kv * (c - 1) * layers
-    context = gathered / _rate(hardware, program, stride=t, size=c)
     # One activation each way per chunk; sent, then received.
     stride = t * c * layout.groups
     sent = 4 * v * _BF16 * d / t if p > 1 else 0.0
-    nic = hardware.neighbor_rate(stride=stride, size=p)
-    pipe = sent / (nic if nic == hardware.link else nic * program.network)
     return {
-        "matmuls": tokens * products / t / hardware.matmul,
+        "matmuls": tokens * products / t,
         "attention": tokens * attended / t / hardware.attention,
-        "elementwise": tokens * elementwise / t + added,
-        "tensor": tokens * tensor * program.tensor_exposed,
-        "context": tokens * context * program.context_exposed,
-        "pipe": tokens * pipe * program.pipe_exposed,
+        "elementwise": (tokens * elementwise / t + added) / hardware.hbm,
+        "tensor": tensor,
+        "context": tokens * gathered / hardware.rate(stride=t, size=c),
+        "pipe": _PIPE_EXPOSED
+        * tokens
+        * sent
+        / hardware.neighbor_rate(stride=stride, size=p),
     }
 
 
-def _data(
-    shape: Shape, layout: Layout, hardware: Hardware, program: Program
-) -> tuple[float, float]:
+def _block_rate(layout: Layout, hardware: Hardware) -> float:
+    """FLOP/s of the matmuls of the blocks."""
+    if layout.quantization is None:
+        return hardware.matmul
+    if hardware.matmul_fp8 is None:
+        raise ValueError(
+            f"quantization {layout.quantization!r}: the {hardware.name} has no matmuls "
+            "in fp8; leave it out"
+        )
+    return hardware.matmul_fp8
+
+
+def _rounding(shape: Shape, layout: Layout) -> tuple[float, float]:
+    """Bytes that rounding to fp8 moves, per token of a layer and per parameter."""
+    if layout.quantization is None:
+        return 0.0, 0.0
+    inputs, gradients, parameters = _ROUNDING[layout.quantization]
+    heads, d = shape.num_heads * shape.head_dim, shape.d_model
+    read = 2 * d + heads + shape.d_ff
+    made = 2 * d + heads + 2 * shape.num_kv_heads * shape.head_dim
+    made += (shape.num_mlp_kernels - 1) * shape.d_ff
+    return inputs * read + gradients * made, parameters
+
+
+def _data(shape: Shape, layout: Layout, hardware: Hardware) -> tuple[float, float]:
     """Seconds of data-parallel collectives: once per step, and per microbatch."""
     f, inner = layout.fsdp, layout.context * layout.tensor
     local = local_parameters(shape, layout)
-    shard_rate = _rate(hardware, program, stride=inner, size=f)
     # Parameters in bf16 are gathered, gradients scattered, over fsdp.
-    part = local * (f - 1) / f / shard_rate
+    part = local * (f - 1) / f / hardware.rate(stride=inner, size=f)
     if layout.zero == 3:  # gathered forward and backward, then scattered
         once, each = 0.0, 3 * _BF16 * part
     elif layout.zero == 2:
@@ -407,15 +413,9 @@ def _data(
     if copies > 1:
         far = (inner * f, layout.data)
         stride, size = far if layout.data > 1 else (layout.tensor, layout.context)
-        rate = _rate(hardware, program, stride=stride, size=size)
+        rate = hardware.rate(stride=stride, size=size)
         once += 2 * _FP32 * (local / f) * (copies - 1) / copies / rate
     return once, layout.microbatches * each
-
-
-def _rate(hardware: Hardware, program: Program, *, stride: int, size: int) -> float:
-    rate = hardware.rate(stride=stride, size=size)
-    inside = stride * size <= hardware.host_gpus
-    return rate if inside else rate * program.network
 
 
 @functools.lru_cache(maxsize=64)
@@ -441,3 +441,36 @@ def local_parameters(shape: Shape, layout: Layout) -> float:
 @functools.lru_cache(maxsize=64)
 def _num_parameters(shape: Shape) -> int:
     return shape.num_parameters()
+
+
+def saved_bytes(shape: Shape, layout: Layout) -> float:
+    """Bytes per token and layer saved for the backward pass, over all GPUs.
+
+    The layers of a pipeline are scanned. Without activation checkpointing a scan saves
+    what the gradient of each operation reads, the norms' in fp32.
+    """
+    if layout.pipe == 1 or layout.remat != "none":
+        return least_saved(shape, layout)
+    d, f, norms = shape.d_model, shape.d_ff, _norms(shape)
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    kept = 14 * norms * d + 8 * q + 4 * kv + 2 * (shape.num_mlp_kernels + 3) * f
+    return kept - (norms * d + q + f if layout.quantization else 0)
+
+
+def least_saved(shape: Shape, layout: Layout) -> float:
+    """The same without what is saved twice or could be computed from the rest."""
+    d, f, norms = shape.d_model, shape.d_ff, _norms(shape)
+    if layout.remat == "full":  # the input
+        return _BF16 * d
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    if layout.remat == "attention":  # results of matmuls and of attention, and input
+        return _BF16 * (3 * d + 2 * q + 2 * kv + (shape.num_mlp_kernels - 1) * f)
+    # Inputs and outputs of norms, queries, keys, values, inputs of the output and down
+    # projections; inputs of fp8 matmuls take one byte.
+    kept = _BF16 * (2 * norms * d + 2 * q + 2 * kv + shape.num_mlp_kernels * f)
+    return kept - (norms * d + f if layout.quantization else 0)
+
+
+def _norms(shape: Shape) -> int:
+    """Norms of a block."""
+    return 1 if shape.parallel_block and not shape.parallel_mlp_norm else 2

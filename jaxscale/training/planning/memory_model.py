@@ -5,7 +5,12 @@ logits, temporaries, fragmentation. ``jaxscale plan --compile`` says how much.
 """
 
 from jaxscale.sharding.schedule import stash_size
-from jaxscale.training.planning.cost_model import Layout, Shape, local_parameters
+from jaxscale.training.planning.cost_model import (
+    Layout,
+    Shape,
+    local_parameters,
+    saved_bytes,
+)
 
 
 _BF16, _FP32 = 2, 4  # bytes of a number
@@ -27,7 +32,7 @@ def least_memory(shape: Shape, seq_len: int, layout: Layout) -> dict[str, float]
     if layout.pipe > 1:
         chunks_in_flight = stash_size(layout.pipe, layout.microbatches, layout.chunks)
     layers = layout.layers(shape) // layout.chunks * chunks_in_flight
-    kept = tokens * layers * _kept(shape, layout.remat) / layout.tensor
+    kept = tokens * layers * saved_bytes(shape, layout) / layout.tensor
     gradients = local * _FP32 / shards
     if layout.pipe > 1 or layout.microbatches > 1:
         gradients *= 1 if layout.zero > 1 else shards
@@ -41,17 +46,3 @@ def least_memory(shape: Shape, seq_len: int, layout: Layout) -> dict[str, float]
         "gradients": gradients,
         "activations": kept,
     }
-
-
-def _kept(shape: Shape, remat: str) -> float:
-    """Bytes per token and layer that are saved for the backward pass, over all GPUs."""
-    d, f = shape.d_model, shape.d_ff
-    if remat == "full":  # the input
-        return _BF16 * d
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    if remat == "attention":  # results of matmuls and of attention, and the input
-        return _BF16 * (3 * d + 2 * q + 2 * kv + (shape.num_mlp_kernels - 1) * f)
-    # Inputs and outputs of norms, queries, keys, values, inputs of the output and down
-    # projections.
-    norms = 1 if shape.parallel_block and not shape.parallel_mlp_norm else 2
-    return _BF16 * (2 * norms * d + 2 * q + 2 * kv + shape.num_mlp_kernels * f)

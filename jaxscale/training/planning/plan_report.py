@@ -30,8 +30,6 @@ _PARTS = {
     "data": ("d", "#c0504d"),
     "bubble": ("b", "#b9c0c9"),
     "optimizer": ("o", "#4f9d49"),
-    "fixed": ("f", "#a9d8a3"),
-    "jitter": ("j", "#8b7bb5"),
 }
 _BAR = 60
 _OTHERS = 3
@@ -192,11 +190,13 @@ def _most(item: tuple[str, int]) -> int:
 
 def _asked(plan: Plan, name: str) -> str:
     config, hardware = plan.config, plan.config.hardware
+    communication = {"fused": "fused kernels", "xla": "collectives by XLA"}
     return (
         f"{name} on {config.gpus:,} {hardware.name} ({hardware.host_gpus} a host, "
         f"{hardware.nic / 1e9:g} GB/s each between hosts), batches of "
         f"{config.batch_size:,} rows of {config.seq_len:,} tokens, "
-        f"{config.program.name}. Estimates: see docs/layout.md"
+        f"{config.quantization or 'bf16'}, {communication[config.communication]}. "
+        "Estimates for jaxscale train: see docs/layout.md"
     )
 
 

@@ -14,12 +14,7 @@ from typing import Any
 
 from jaxscale.training.hardware import mfu
 from jaxscale.training.planning.config import CHOICES, MOMENTS, PlanConfig
-from jaxscale.training.planning.cost_model import (
-    JAXSCALE_FUSED,
-    Layout,
-    Shape,
-    step_time,
-)
+from jaxscale.training.planning.cost_model import Layout, Shape, step_time
 from jaxscale.training.planning.memory_model import least_memory
 
 
@@ -190,8 +185,8 @@ def estimate(shape: Shape, layout: Layout, config: PlanConfig) -> Estimate:
     """
     seq_len = config.seq_len or _seq_len(shape)
     layout.check(shape, seq_len)
-    hardware, program = config.hardware, config.program
-    time = step_time(shape, seq_len, layout, hardware, program)
+    hardware = config.hardware
+    time = step_time(shape, seq_len, layout, hardware, config.communication)
     tokens = layout.batch_size * seq_len
     rate = tokens / sum(time.values()) / layout.gpus
     return Estimate(
@@ -206,7 +201,6 @@ def estimate(shape: Shape, layout: Layout, config: PlanConfig) -> Estimate:
 def train_settings(found: Estimate, config: PlanConfig) -> dict[str, Any]:
     """The settings of a `TrainConfig` that a layout decides, by dotted name."""
     layout = found.layout
-    fused = "fused" if config.program is JAXSCALE_FUSED else "xla"
     return {
         "mesh.pipe": layout.pipe,
         "mesh.data": layout.data,
@@ -224,7 +218,8 @@ def train_settings(found: Estimate, config: PlanConfig) -> dict[str, Any]:
         "remat": layout.remat,
         # For layers that are not scanned XLA saves and moves more than is planned.
         "scan_layers": layout.remat != "none",
-        "tensor_parallel": fused if layout.tensor > 1 else None,
+        "tensor_parallel": config.communication if layout.tensor > 1 else None,
+        "quantization": layout.quantization,
         **{f"optimizer.{name}": getattr(config, name) for name in MOMENTS},
     }
 
@@ -278,6 +273,7 @@ def _layouts(
                     batch_size=config.batch_size or 1,
                     moment_bytes=config.moment_bytes,
                     memory_kind=config.memory_kind,
+                    quantization=config.quantization,
                     **sizes,
                     **options,
                 )
@@ -421,4 +417,5 @@ def describe(layout: Layout) -> str:
         parts.append(f"chunks {layout.chunks}")
     parts.append(f"rows {layout.rows}")
     parts.append(f"microbatches {layout.microbatches}")
-    return ", ".join([*parts, f"remat {layout.remat}"])
+    parts.append(f"remat {layout.remat}")
+    return ", ".join([*parts, *([layout.quantization] if layout.quantization else [])])

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.measure import command, records
 from benchmarks.measure.harness import Benchmark, Case, Custom
-from benchmarks.publish import due, headlines, kernel_code, suite
+from benchmarks.publish import due, headlines, kernel_code, stale, suite
 from pallas_kernels.mosaic import H200
 from tests import manifest
 
@@ -122,6 +122,23 @@ def test_training_runs_collective_kernels_where_tensors_are_split():
     assert one.runs(alone, "jaxscale", "varlen_attention")
     assert not one.runs(alone, "jaxscale", "scaled_matmul")
     assert one.runs(alone, "jaxscale_fp8", "scaled_matmul")
+
+
+def test_rows_of_changed_kernels_are_marked(repository, monkeypatch):
+    root, commit = repository
+    old = commit("v = 1", KERNELS)
+    new = commit("v = 2", {"op": {"a": "k 9"}, "other": KERNELS["other"]})
+    one = benchmark("op", names=("mosaic_gpu", "torch_x"))
+    module = types.SimpleNamespace(BENCHMARK=one)
+    monkeypatch.setitem(sys.modules, "benchmarks.fake", module)
+    rows = [("a", 0, name, 0, {"commit": old}) for name in ("mosaic_gpu", "torch_x")]
+    rows += [("a", 0, "mosaic_gpu", 0, {"commit": new})]
+    rows += [("a", 0, "mosaic_gpu", 0, {"commit": new, "jax": "0.1"})]
+    history = stale.history(root)
+    assert history is not None
+    found = history.mark(record(rows))
+    assert [row["stale"] for row in found["rows"]] == [True, False, False, True]
+    assert stale.history(root / "pallas_kernels") is None  # no clone
 
 
 def test_changes_that_are_not_committed_count(repository):
@@ -265,8 +282,8 @@ def test_order_is_that_of_worth(monkeypatch, tmp_path):
     marker = "<!-- table:fake {} -->\n<!-- /table -->"
     (tmp_path / "README.md").write_text(marker.format("cases=d* M=3,4"))
     (tmp_path / "docs" / "a.md").write_text(marker.format("M=1"))
-    cited = due.citations(tmp_path)
-    monkeypatch.setattr(due, "citations", lambda: cited)
+    cited = due.citations("nvidia_h200", tmp_path)
+    monkeypatch.setattr(due, "citations", lambda device: cited)
     one = benchmark("op", cases=("a", "b", "c", "d1", "d2", "d3"))
     lines = (("t", "fake --case c d* --samples 3"), ("t", "fake --case b"))
     found = plan(monkeypatch, tmp_path, one, [("a", 0, "dense", None, {})], lines)
@@ -288,7 +305,7 @@ def test_the_table_of_the_readme_cites_its_cases(tmp_path, monkeypatch):
         task="s", what="w", page="p", file="fake", cases=("a", "b"), params={"M": 1}
     )
     monkeypatch.setattr(headlines, "HEADLINES", (one,))
-    ((rank, shows),) = due.citations(tmp_path)
+    ((rank, shows),) = due.citations("nvidia_h200", tmp_path)
     fake = benchmark("op", cases=("a", "b", "c"))
     assert rank == 0 and [shows(fake, case) for case in fake.cases] == [0, 1, 0]
 

@@ -54,6 +54,16 @@ def test_every_row_is_shown_and_the_fastest_is_bold():
     assert fold.rstrip().endswith("python -m benchmarks.matmul\n```\n\n</details>")
 
 
+def test_stale_rows_are_marked():
+    rows = [RECORD["rows"][0] | {"stale": True}, *RECORD["rows"][1:]]
+    text = comparison.markdown(RECORD | {"rows": rows})
+    assert "| a | 1.10 | **100 (800)** † | 110 (727) |" in text
+    assert text.count(comparison.STALE) == 2 and f"{comparison.STALE_NOTE}." in text
+    aside = comparison.markdown(RECORD | {"rows": rows}, columns="N")
+    assert f"| a | mosaic_gpu | - | 100 {comparison.STALE} |" in aside
+    assert tables._unmarked(text) == comparison.markdown(RECORD)
+
+
 def test_rounded_operands_are_set_against_each_other_alone():
     rounded = [row("a", "fp8_mosaic_gpu", 60.0, 1.0), row("a", "fp8_xla", 90.0, 1.0)]
     lines = comparison.markdown(RECORD | {"rows": RECORD["rows"][:2] + rounded})

@@ -16,4 +16,7 @@ def test_kernels_reach_the_devices_of_their_own_process():
         flag, across = (x for x in answer["said"] if "runs without" in x)
         assert "XLA_FLAGS) need --xla_gpu_shard_autotuning=false" in flag
         assert "the axis 'tensor' has devices of several processes" in across
+        assert "reach the 4 of one; start one process on each host" in across
+        for flags in ("--ntasks-per-node=1", "--map-by ppr:1:node", "XLA_FLAGS=--xla"):
+            assert flags in across
         assert answer["loss"] == pytest.approx(float(sums.nll), rel=1e-5)

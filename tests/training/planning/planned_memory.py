@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.publish.plan import GPT_175B
 from jaxscale.models import preset
 from jaxscale.models.config import DecoderConfig
 from jaxscale.recipes.runs import from_preset
@@ -25,6 +24,20 @@ from jaxscale.training.planning.verify import planned_run
 
 ROOT = Path(__file__).parents[3]
 RESULTS = Path(__file__).with_suffix(".json")
+
+GPT_175B = DecoderConfig(
+    vocab_size=64_000,
+    d_model=12_288,
+    num_layers=96,
+    num_heads=128,
+    num_kv_heads=128,
+    head_dim=96,
+    d_ff=4 * 12_288,
+    max_seq_len=2048,
+    norm="layernorm",
+    activation="gelu",
+    position="learned",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,11 +25,7 @@ from jaxscale.sharding import MESH_AXES, pipeline_schedule
 from jaxscale.training import Layout, PlanConfig, plan_layouts
 from jaxscale.training.hardware import H200, HARDWARE
 from jaxscale.training.planning.config import CHOICES
-from jaxscale.training.planning.cost_model import (
-    JAXSCALE_FUSED,
-    JAXSCALE_XLA,
-    step_time,
-)
+from jaxscale.training.planning.cost_model import step_time
 from jaxscale.training.planning.memory_model import least_memory
 from jaxscale.training.planning.plan_report import text, write_report
 from jaxscale.training.planning.search import estimate, train_command
@@ -40,55 +36,82 @@ from tests.training.planning import planned_memory, planned_step
 # --- What is known --------------------------------------------------------------------
 
 
-def mean_error(rows):
-    return statistics.mean(abs(row.error) for row in rows)
+@functools.cache
+def measured():
+    return list(known.measured())
 
 
-def test_megascales_published_rows():
-    rows = list(known.published())
-    assert len(rows) == 31
-    assert mean_error(rows) < 0.05
-    assert max(abs(row.error) for row in rows) < 0.13
-    predicted = [row for row in rows if not row.was_set]
-    assert len(predicted) == 20 and mean_error(predicted) < 0.05
+def held_out():
+    return [row for row in measured() if not row.was_set]
 
 
-def test_every_step_of_megascales_ablation_helps():
-    steps = [row.predicted for row in known.published() if row.source == "table 3"]
-    assert len(steps) == 9
-    assert steps == sorted(steps)
+def test_steps_that_set_no_constant_are_predicted():
+    errors = {f"{row.device} {row.name}": row.error for row in held_out()}
+    assert len(errors) >= 21
+    assert max(map(abs, errors.values())) < 0.15, errors
+    assert statistics.mean(map(abs, errors.values())) < 0.08, errors
+    assert {row.device for row in held_out()} == {"H200", "H100"}
+    assert any("fp8" in name for name in errors)
 
 
-def test_what_was_measured_here():
-    rows = list(known.measured())
-    assert {row.source for row in rows} == {"training", "70B block, TP 4"}
-    assert max(abs(row.error) for row in rows) < 0.1, rows
+def test_a_constant_was_set_by_three_rows():
+    rows = [row for row in measured() if row.was_set]
+    assert len(rows) == 3 and max(abs(row.error) for row in rows) < 0.08, rows
 
 
-def test_what_was_measured_on_h100s():
-    rows = {row.name: row for row in known.on_h100s()}
-    errors = {name: row.error for name, row in rows.items()}
-    assert len(errors) == 16
-    assert -0.17 < errors.pop("llama_1b_pp4_interleaved") < 0  # short ticks
-    assert max(map(abs, errors.values())) < 0.14, errors
-    assert statistics.mean(map(abs, errors.values())) < 0.07
+def test_no_layout_that_ran_counts_as_too_large():
+    shares = {
+        f"{row.device} {row.name}": row.least / row.peak
+        for row in measured()
+        if row.least is not None and row.peak is not None
+    }
+    assert len(shares) >= 19
+    assert max(shares.values()) < 1 and min(shares.values()) > 0.6, shares
+
+
+def ablation():
+    rows = [row for row in measured() if row.name.startswith("ablation_")]
+    return sorted(rows, key=lambda row: row.name)
+
+
+def gains(rows, number):
+    """Tokens a second over the step before."""
+    for before, after in itertools.pairwise(rows):
+        batch = 3 if "3x_batch" in after.name else 1
+        yield after.name, batch * number(before) / number(after) - 1
+
+
+def test_the_signs_of_the_ablation():
+    """Of each step that changes what is planned by more than noise."""
+    found = dict(gains(ablation(), lambda row: row.known))
+    said = dict(gains(ablation(), lambda row: row.predicted))
+    signs = {n: (found[n] > 0, said[n] > 0) for n in found if said[n] != 0}
+    assert len(signs) == 5
+    assert all(here == there for here, there in signs.values()), (found, said)
+    # Chunks cost more than they save on two stages, and less on four.
+    assert said["ablation_4_interleaved, jaxscale"] < 0
+    model = llama3_8b()
+    times = [
+        sum(step_time(model, 4096, layout, H200).values())
+        for layout in (
+            Layout(pipe=4, batch_size=8, remat="attention", chunks=chunks)
+            for chunks in (1, 4)
+        )
+    ]
+    assert times[1] < times[0]
 
 
 def test_the_docs_say_what_each_step_of_the_ablation_gains():
     """Tokens a second over the step before: measured, and by the model."""
-    rows = [row for row in known.on_h100s() if row.name.startswith("ablation_")]
-    rows.sort(key=lambda row: row.name)
-    gains = []
-    for before, after in itertools.pairwise(rows):
-        batch = 3 if after.name == "ablation_6_lamb_3x_batch" else 1
-        for was, now in (
-            (before.known, after.known),
-            (before.predicted, after.predicted),
-        ):
-            gains.append(round(100 * (batch * was / now - 1), 1))
+    found, said = (
+        [round(100 * gain, 1) for _, gain in gains(ablation(), number)]
+        for number in (lambda row: row.known, lambda row: row.predicted)
+    )
+    expected = [x for pair in zip(found, said, strict=True) for x in pair]
     text = (Path(__file__).parents[3] / "docs" / "scaling-measured.md").read_text()
-    said = re.findall(r"^  \| .*? \| ([+-].*)% \| (.*)% \|$", text, re.M)
-    assert [float(x) for x in itertools.chain(*said)] == gains and len(gains) == 12
+    written = re.findall(r"^  \| .*? \| ([+-].*)% \| (.*)% \|$", text, re.M)
+    written = [float(x) for x in itertools.chain(*written)]
+    assert written == expected and len(expected) == 12
 
 
 def test_no_step_takes_less_memory_than_is_counted():
@@ -139,16 +162,11 @@ def test_what_was_compiled_is_what_is_compiled_now():
     assert found.count("all-to-all") == 2
 
 
-def test_other_programs_are_predicted_roughly():
-    rows = list(known.others())
-    assert mean_error(rows) < 0.1 and max(abs(row.error) for row in rows) < 0.2
-
-
 def test_the_table_of_known_rows_is_printed(capsys):
     assert known.main() == 0
     out = capsys.readouterr().out
-    assert "all: 31 rows, mean error 4.0%" in out
-    assert "MegaScale, 12288 GPUs" in out
+    assert f"held out: {known.errors(held_out())}" in out
+    assert "H100  llama3_8b_fsdp4, jaxscale" in out
 
 
 # --- The model ------------------------------------------------------------------------
@@ -178,7 +196,7 @@ def layouts(**fixed):
 def test_parts_are_finite_and_the_bubble_is_that_of_the_table(layout):
     model = llama3_8b()
     layout.check(model, 8192)
-    parts = step_time(model, 8192, layout, H200, JAXSCALE_XLA)
+    parts = step_time(model, 8192, layout, H200)
     assert all(math.isfinite(x) and x >= 0 for x in parts.values()), parts
     stage = ("matmuls", "attention", "elementwise", "tensor", "context", "pipe")
     busy = sum(parts[name] for name in stage)
@@ -196,7 +214,7 @@ def test_parts_are_finite_and_the_bubble_is_that_of_the_table(layout):
 
 def test_products_count_the_flops_of_the_model():
     model, layout = llama_1b(), Layout(batch_size=8, rows=8)
-    parts = step_time(model, 4096, layout, H200, JAXSCALE_XLA)
+    parts = step_time(model, 4096, layout, H200)
     tokens = 8 * 4096
     products = 6 * (model.num_parameters() - 32_000 * 2048) * tokens / H200.matmul
     assert parts["matmuls"] == pytest.approx(products, rel=1e-3)  # but for norms
@@ -212,7 +230,7 @@ def test_uneven_layers_cost_as_much_as_the_largest_chunk():
     for layers in (29, 32):
         model = dataclasses.replace(llama3_8b(), num_layers=layers)
         layout = Layout(pipe=8, batch_size=64)
-        time[layers] = step_time(model, 4096, layout, H200, JAXSCALE_XLA)["attention"]
+        time[layers] = step_time(model, 4096, layout, H200)["attention"]
     assert time[29] == pytest.approx(time[32])
 
 
@@ -235,11 +253,11 @@ def test_a_pipelines_stash_stops_growing_but_accumulation_is_kept(remat):
 def test_more_of_anything_is_never_faster_or_smaller():
     model = llama3_70b()
     layout = Layout(fsdp=16, pipe=2, tensor=4, batch_size=64)
-    base = sum(step_time(model, 8192, layout, H200, JAXSCALE_XLA).values())
+    base = sum(step_time(model, 8192, layout, H200).values())
     for name in ("matmul", "attention", "hbm", "link", "nic"):
         slow = dataclasses.replace(H200, **{name: getattr(H200, name) / 2})
-        assert sum(step_time(model, 8192, layout, slow, JAXSCALE_XLA).values()) > base
-    fused = sum(step_time(model, 8192, layout, H200, JAXSCALE_FUSED).values())
+        assert sum(step_time(model, 8192, layout, slow).values()) > base
+    fused = sum(step_time(model, 8192, layout, H200, "fused").values())
     assert fused < base
     sizes = [
         sum(
@@ -373,10 +391,26 @@ def test_an_8b_model_fits_one_gpu_with_smaller_moments_or_none_there(moments):
     assert 1 < slower < 3 if "memory_kind" in moments else slower == 0
 
 
+def test_fp8_is_planned():
+    asked = PlanConfig(gpus=4, batch_size=32, seq_len=4096, remat="none", pipe=1)
+    in_fp8 = dataclasses.replace(asked, quantization="fp8")
+    bf16, fp8 = (plan_layouts(llama3_8b(), x).best for x in (asked, in_fp8))
+    same = dataclasses.replace(fp8.layout, quantization=None)
+    same = estimate(llama3_8b(), same, asked)
+    assert 1.1 < bf16.seconds / fp8.seconds < 1.6
+    assert fp8.time["matmuls"] < 0.7 * same.time["matmuls"]
+    assert fp8.time["elementwise"] > same.time["elementwise"]
+    assert fp8.memory["activations"] < same.memory["activations"]
+    command = train_command("llama3_8b", find_run("llama3_8b"), fp8, in_fp8)
+    assert " --quantization fp8 " in f"{command} "
+    with pytest.raises(ValueError, match="the A100 has no matmuls in fp8"):
+        plan_layouts(llama3_8b(), dataclasses.replace(in_fp8, gpu="a100"))
+
+
 def test_fused_kernels_are_for_the_gpus_of_one_process():
-    assert PlanConfig(gpus=8).program is JAXSCALE_FUSED
-    assert PlanConfig(gpus=16).program is JAXSCALE_XLA
-    assert PlanConfig(gpus=16, tensor_parallel="fused").program is JAXSCALE_FUSED
+    assert PlanConfig(gpus=8).communication == "fused"
+    assert PlanConfig(gpus=16).communication == "xla"
+    assert PlanConfig(gpus=16, tensor_parallel="fused").communication == "fused"
 
 
 @pytest.mark.parametrize(
@@ -419,6 +453,7 @@ def test_what_is_short_is_said(model, config, message):
         ({"gpus": 8, "rows": 0}, "rows 0 must be an integer of at least 1"),
         ({"gpus": 8, "zero": 4}, r"zero 4 is unknown; use one of \(1, 2, 3\)"),
         ({"gpus": 8, "remat": "some"}, "remat 'some' is unknown"),
+        ({"gpus": 8, "quantization": "int8"}, "quantization 'int8' is unknown"),
         ({"gpus": 8, "memory_share": 1.1}, "memory_share 1.1, expected 0.01 to 1"),
         ({"gpus": 8, "memory_share": math.nan}, "memory_share nan, expected"),
         ({"gpus": 8, "nic": -1.0}, "nic -1.0 must be positive and finite"),
@@ -448,7 +483,7 @@ def test_a_plan_in_words_and_as_a_page(tmp_path):
     assert [line[:3].strip() for line in lines[3:6]] == ["1", "2", "3"]
     assert "The first: pipe 4" in words and "GB may be taken" in words
     bars = [line[5:] for line in lines[7:10]]
-    assert all(len(bar) <= 60 and set(bar) <= set("maetcsdbofj") for bar in bars)
+    assert all(len(bar) <= 60 and set(bar) <= set("maetcsdbo") for bar in bars)
     page = write_report(
         plan, "llama3_8b", "train me", tmp_path / "plan.html", top=4
     ).read_text()
