@@ -1,0 +1,1 @@
+"""A decoder layer from one attention to the next, for few requests."""
