@@ -1,1 +1,22 @@
-"""A decoder layer from one attention to the next, for few requests."""
+"""A decoder layer of few requests, from one attention to the next, in one launch."""
+
+from pallas_kernels.decode_layer.api import (
+    LayerWeights,
+    NextProjection,
+    as_residual,
+    decode_layer,
+    from_residual,
+    rotation,
+)
+from pallas_kernels.decode_layer.config import DecodeLayerConfig
+
+
+__all__ = [
+    "DecodeLayerConfig",
+    "LayerWeights",
+    "NextProjection",
+    "as_residual",
+    "decode_layer",
+    "from_residual",
+    "rotation",
+]

@@ -55,14 +55,19 @@ class Problem:
     """Requests."""
     d_model: int
     d_ff: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    projects: bool = True
-    """Whether the layer is followed by another, for which queries, keys and values are
-    computed."""
+    features: int
+    """Of the attention's output."""
+    heads: int = 0
+    """Query heads of the next layer; 0 after the last."""
+    kv_heads: int = 0
+    head_dim: int = 0
     bias: bool = False
-    """Whether these have a bias."""
+    """Whether queries, keys and values have a bias."""
+
+    @property
+    def projects(self) -> bool:
+        """Whether another layer follows."""
+        return self.heads > 0
 
     @property
     def rows(self) -> int:
@@ -80,8 +85,10 @@ class Problem:
             f"m={self.m}, the kernel takes 1 to {MOST_ROWS} requests, up to 8 or a"
             " multiple of 8": 0 < self.m <= MOST_ROWS
             and (self.m < 8 or self.m % 8 == 0),
-            f"d_model={self.d_model}, d_ff={self.d_ff}: the kernel needs multiples of"
-            f" {tile}": self.d_model % tile == self.d_ff % tile == 0,
+            f"d_model={self.d_model}, d_ff={self.d_ff} and features={self.features},"
+            f" the kernel needs multiples of {tile}": all(
+                size % tile == 0 for size in (self.d_model, self.d_ff, self.features)
+            ),
             f"head_dim={self.head_dim}, the kernel needs a multiple of {tile}": (
                 self.head_dim % tile == 0
             ),
@@ -214,7 +221,7 @@ class Schedule:
             Stage(
                 weight="out",
                 source="attended",
-                k=p.heads * p.head_dim,
+                k=p.features,
                 n=p.d_model,
                 epilogue="add",
                 **cut,

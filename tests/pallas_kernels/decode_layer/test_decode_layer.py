@@ -7,16 +7,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_layer import mosaic_gpu, reference
+from pallas_kernels.decode_layer import (
+    LayerWeights,
+    NextProjection,
+    as_residual,
+    decode_layer,
+    from_residual,
+    mosaic_gpu,
+    reference,
+    rotation,
+)
 from pallas_kernels.decode_layer.config import DecodeLayerConfig, Problem, Schedule
-from pallas_kernels.mosaic import H200
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.mosaic import H200, use_device
 from tests.interpreter import interpret_mosaic_gpu
 from tests.tolerances import RELATIVE, relative_error
 
 
 EPS = 1e-5
 BF16 = jnp.dtype(jnp.bfloat16)
-TINY = Problem(m=3, d_model=128, d_ff=256, heads=2, kv_heads=1, head_dim=128)
+TINY = Problem(
+    m=3, d_model=128, d_ff=256, features=256, heads=2, kv_heads=1, head_dim=128
+)
+LAST = {"heads": 0, "kv_heads": 0, "head_dim": 0}
+"""The changes of a problem that make it the last layer."""
 
 
 def operands(problem, seed=0):
@@ -32,9 +46,9 @@ def operands(problem, seed=0):
 
     residual = array(p.d_model, p.rows, dtype=jnp.float32)
     found = {
-        "attended": array(p.m, p.heads * p.head_dim),
+        "attended": array(p.m, p.features),
         "residual": residual.at[:, p.m :].set(0),
-        "out": weight(p.heads * p.head_dim, p.d_model),
+        "out": weight(p.features, p.d_model),
         "mlp_norm": 1 + array(p.d_model, size=0.2),
         "gate_up": weight(p.d_model, 2 * p.d_ff),
         "down": weight(p.d_ff, p.d_model),
@@ -90,15 +104,84 @@ def interpreted(problem, given, num_sms=1, **config):
     [
         ({}, 1, {}),
         ({"m": 16, "bias": True}, 1, {"tile_k": 64, "weight_slots": 2}),
-        ({"projects": False}, 1, {}),
+        (LAST, 1, {}),
         # More than one part for some tiles, and none for others.
-        ({"m": 8, "heads": 4, "kv_heads": 2}, 3, {"tile_k": 64, "weight_slots": 3}),
+        (
+            {"m": 8, "features": 512, "heads": 4, "kv_heads": 2},
+            3,
+            {"tile_k": 64, "weight_slots": 3},
+        ),
     ],
 )
 def test_interpreted_kernel_equals_the_reference(changes, num_sms, config):
     problem = dataclasses.replace(TINY, **changes)
     given = operands(problem)
     check(problem, given, interpreted(problem, given, num_sms, **config))
+
+
+def arguments(problem, given):
+    """What the public function takes."""
+
+    def pick(kind, **more):
+        names = [field.name for field in dataclasses.fields(kind)]
+        return kind(**{name: given[name] for name in names if name in given}, **more)
+
+    layer = pick(LayerWeights)
+    if not problem.projects:
+        return given["attended"], given["residual"], layer
+    heads = {"heads": problem.heads, "kv_heads": problem.kv_heads}
+    projection = pick(NextProjection, **heads)
+    return given["attended"], given["residual"], layer, projection
+
+
+@pytest.mark.parametrize("changes", [{}, {"m": 16, "bias": True}, LAST])
+def test_xla_equals_the_reference(changes):
+    problem = dataclasses.replace(TINY, **changes)
+    given = operands(problem)
+    residual, heads = decode_layer(*arguments(problem, given), eps=EPS)
+    if heads is None:
+        return check(problem, given, (residual, None, None))
+    q, kv = heads
+    assert q.shape == (problem.m, 2, 128) and kv.shape == (problem.m, 2, 1, 128)
+    check(problem, given, (residual, *(x.reshape(problem.m, -1) for x in heads)))
+
+
+def test_residual_and_rotation_are_feature_major():
+    x = jax.random.normal(jax.random.key(0), (3, 128), BF16)
+    np.testing.assert_array_equal(from_residual(as_residual(x), 3), x)
+    angles = jnp.outer(jnp.arange(3.0), jnp.arange(1.0, 65.0))
+    cos, sin = rotation(angles, factor=2.0)
+    assert cos.shape == sin.shape == (64, 8)
+    np.testing.assert_allclose(cos[:, :3] ** 2 + sin[:, :3] ** 2, 4, rtol=1e-5)
+
+
+def test_errors_say_what_to_do():
+    given = operands(TINY)
+    attended, residual, layer, _ = arguments(TINY, given)
+    with pytest.raises(ValueError, match=r"residual has shape .* expected \(128, 8\)"):
+        decode_layer(attended, residual[:, :3], layer, eps=EPS)
+    with pytest.raises(ValueError, match="use as_residual"):
+        decode_layer(attended, residual.astype(BF16), layer, eps=EPS)
+    with pytest.raises(Unsupported, match="Hopper"):
+        decode_layer(attended, residual, layer, eps=EPS, implementation="mosaic_gpu")
+    kernel = {"eps": EPS, "implementation": "mosaic_gpu"}
+    with use_device(H200):
+        with pytest.raises(Unsupported, match="m=12, the kernel takes 1 to 64"):
+            decode_layer(
+                jnp.tile(attended, (4, 1)), jnp.tile(residual, (1, 2)), layer, **kernel
+            )
+        with pytest.raises(Unsupported, match=r"types .*'float32'.* takes bfloat16"):
+            wide = dataclasses.replace(layer, down=layer.down.astype(jnp.float32))
+            decode_layer(attended, residual, wide, **kernel)
+        with pytest.raises(Unsupported, match="multiples of 128"):
+            thin = dataclasses.replace(
+                layer, gate_up=layer.gate_up[:, :384], down=layer.down[:192]
+            )
+            decode_layer(attended, residual, thin, **kernel)
+    with pytest.raises(NotImplementedError, match="no derivatives"):
+        jax.grad(lambda x: decode_layer(x, residual, layer, eps=EPS)[0].sum())(attended)
+    with pytest.raises(ValueError, match="tile_k 96"):
+        DecodeLayerConfig(tile_k=96)
 
 
 def test_every_tile_is_in_one_share():

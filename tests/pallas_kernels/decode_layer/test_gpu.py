@@ -16,6 +16,7 @@ from pallas_kernels.decode_layer.config import DecodeLayerConfig, Problem
 from pallas_kernels.mosaic import DeviceSpec
 from tests.pallas_kernels.decode_layer.test_decode_layer import (
     EPS,
+    LAST,
     TINY,
     check,
     operands,
@@ -23,7 +24,9 @@ from tests.pallas_kernels.decode_layer.test_decode_layer import (
 
 
 pytestmark = pytest.mark.gpu
-LLAMA3_8B = Problem(m=1, d_model=4096, d_ff=14336, heads=32, kv_heads=8, head_dim=128)
+LLAMA3_8B = Problem(
+    m=1, d_model=4096, d_ff=14336, features=4096, heads=32, kv_heads=8, head_dim=128
+)
 
 
 def run(problem, given):
@@ -48,8 +51,15 @@ def poison(problem):
     [
         {},
         {"m": 1, "bias": True},
-        {"m": 16, "projects": False},
-        {"m": 64, "d_model": 512, "d_ff": 1408, "heads": 4, "kv_heads": 2},
+        {"m": 16} | LAST,
+        {
+            "m": 64,
+            "d_model": 512,
+            "d_ff": 1408,
+            "features": 512,
+            "heads": 4,
+            "kv_heads": 2,
+        },
     ],
 )
 def test_tiny_layers(changes):
