@@ -39,6 +39,7 @@ dim.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,6 +57,7 @@ from pallas_kernels.decode_layer.config import (
     Schedule,
     Stage,
     quotient,
+    remainder,
 )
 from pallas_kernels.mosaic import DeviceSpec, check_smem, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref, Scalar
@@ -66,6 +68,9 @@ _WGMMA = plgpu.Layout.WGMMA
 _OF_ROWS = _WGMMA.reduce(0)
 """Layout of a number for each request: a column of the sums."""
 _OF_FEATURES = _WGMMA.reduce(1)
+
+_LOADS = 8
+"""Parts of sums that a warpgroup reads at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +83,29 @@ class _Piece:
     """Which part of its sums."""
     first: Scalar
     last: Scalar
-    """The tile of the column after the last."""
+    """Positions in the column, the last not included."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+    """Some groups of 64 features, and some rows of them."""
+
+    groups: tuple[Scalar, ...]
+    row: Scalar
+    """The first one."""
+    rows: int
+    number: Scalar
+    """Which warpgroup of the block has it."""
+
+    @property
+    def span(self) -> Any:
+        """Its rows."""
+        return pl.ds(self.row, self.rows)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the sums of a group."""
+        return GROUP, self.rows
 
 
 class _Block:
@@ -91,29 +118,36 @@ class _Block:
         self.refs, self.scratch = refs, scratch
         self.problem, self.stages = schedule.problem, schedule.stages
         self.worker = lax.axis_index("worker")
-        groups = sum(stage.groups for stage in self.stages)
-        count = len(self.stages)
-        self.semaphores = pl.get_global(
-            plgpu.SemaphoreType.REGULAR((groups + 2 * count,))
-        )
-        self.first_semaphore = [
-            sum(before.groups for before in self.stages[:i]) for i in range(count)
+        # A semaphore for each group of each stage, each wave of it, and each norm.
+        sizes = [stage.groups + stage.waves for stage in self.stages]
+        bounds = list(itertools.accumulate(sizes, initial=0))
+        self.semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((bounds[-1] + 2,)))
+        self.of_group = bounds[:-1]
+        self.of_wave = [
+            first + stage.groups
+            for first, stage in zip(bounds, self.stages, strict=False)
         ]
-        self.ready = [self.semaphores.at[groups + i] for i in range(count)]
-        self.normed = [self.semaphores.at[groups + count + i] for i in range(2)]
+        self.normed = [self.semaphores.at[bounds[-1] + i] for i in range(2)]
 
     # --- Shares -----------------------------------------------------------------------
 
     def for_each_piece(
-        self, stage: Stage, body: Callable[[_Piece, Any], Any], carry: Any
+        self,
+        stage: Stage,
+        wave: Scalar,
+        body: Callable[[_Piece, Any], Any],
+        carry: Any,
     ) -> Any:
-        """Loops over the pieces of this block's share, ``body(piece, carry)``."""
+        """Loops over the pieces of this block's share of a wave; none past the last.
+
+        ``body(piece, carry)`` returns the carry.
+        """
         first, last = (stage.first_tile(self.worker + i) for i in range(2))
 
-        def piece(column: Scalar, carry: Any) -> Any:
-            start = column * stage.depth
+        def piece(index: Scalar, carry: Any) -> Any:
+            start = index * stage.depth
             found = _Piece(
-                column,
+                stage.column_of(wave * stage.span + index),
                 self.worker - stage.share_of(start),
                 jnp.maximum(first - start, 0),
                 jnp.minimum(last - start, stage.depth),
@@ -122,51 +156,66 @@ class _Block:
 
         begin = quotient(first, stage.depth)
         end = quotient(last - 1, stage.depth) + 1
-        if stage.shares < self.schedule.workers:  # the last blocks have none
-            end = jnp.where(self.worker < stage.shares, end, begin)
-        return lax.fori_loop(begin, end, piece, carry)
+        there = (self.worker < stage.shares) & (wave < stage.waves)
+        return lax.fori_loop(begin, jnp.where(there, end, begin), piece, carry)
 
     def stream(
-        self, stage: Stage, name: str, copy: Callable[..., None], slot: Scalar
-    ) -> Scalar:
-        """Fills a ring with the tiles of a stage, ``copy(piece, tile, slot)``."""
+        self, stage: Stage, name: str, copy: Callable[..., Any], carry: Any
+    ) -> Any:
+        """Fills a ring with the tiles of a stage.
+
+        Args:
+            stage: the stage.
+            name: which ring.
+            copy: ``copy(piece, k, slot, more) -> more`` starts the copies of a tile.
+            carry: the slot to begin with, and what `copy` passes on.
+
+        Returns:
+            The carry after the last tile.
+        """
         ring = _ring(self.scratch, name)
 
-        def load(piece: _Piece, slot: Scalar) -> Scalar:
-            def tile(k: Scalar, slot: Scalar) -> Scalar:
+        def load(piece: _Piece, carry: Any) -> Any:
+            def tile(position: Scalar, carry: Any) -> Any:
+                slot, more = carry
                 plgpu.barrier_wait(ring["empty"].at[slot])
-                copy(piece, k, slot)
-                return next_slot(slot, ring["smem"].shape[0])
+                more = copy(piece, stage.k_of(position), slot, more)
+                return next_slot(slot, ring["smem"].shape[0]), more
 
-            return lax.fori_loop(piece.first, piece.last, tile, slot)
+            return lax.fori_loop(piece.first, piece.last, tile, carry)
 
-        return self.for_each_piece(stage, load, slot)
+        def wave(number: Scalar, carry: Any) -> Any:
+            return self.for_each_piece(stage, number, load, carry)
+
+        return lax.fori_loop(0, stage.waves, wave, carry)
 
     # --- Roles ------------------------------------------------------------------------
 
     def copy_weights(self) -> None:
         """The tiles of all stages, one after the other, as the ring has room."""
         tile_k, ring = self.schedule.config.tile_k, _ring(self.scratch, "weights")
-        slot = jnp.int32(0)
+        carry = jnp.int32(0), ()
         for stage in self.stages:
             weight = self.refs[stage.weight]
 
             def copy(
-                piece: _Piece, k: Scalar, slot: Scalar, weight: Ref = weight
-            ) -> None:
-                for group in range(WARPGROUPS):
-                    feature = (piece.column * WARPGROUPS + group) * GROUP
+                piece: _Piece, k: Scalar, slot: Scalar, _: Any, weight: Ref = weight
+            ) -> Any:
+                rows = pl.ds(k * tile_k, tile_k)
+                for group in range(self.schedule.tile_groups):
+                    feature = (piece.column * self.schedule.tile_groups + group) * GROUP
                     plgpu.copy_gmem_to_smem(
-                        weight.at[pl.ds(k * tile_k, tile_k), pl.ds(feature, GROUP)],
+                        weight.at[rows, pl.ds(feature, GROUP)],
                         ring["smem"].at[slot, group],
                         ring["full"].at[slot],
                     )
+                return ()
 
-            slot = self.stream(stage, "weights", copy, slot)
-        drain(ring, slot, self.schedule.weight_slots)
+            carry = self.stream(stage, "weights", copy, carry)
+        drain(ring, carry[0], self.schedule.weight_slots)
 
     def copy_activations(self) -> None:
-        """The inputs of each stage, once the stage before is done; factors of norms."""
+        """The inputs of stages, as waves of the one before end; factors of norms."""
         tile_k, ring = self.schedule.config.tile_k, _ring(self.scratch, "activations")
         # Rows past the last one are zeros. An offset that is known would be an error
         # where there are fewer rows than the copy has.
@@ -174,24 +223,55 @@ class _Block:
         slot = jnp.int32(0)
         for i, stage in enumerate(self.stages):
             source = self.refs[stage.source]
-            if i:
-                self.wait(self.ready[i - 1], self.stages[i - 1].units)
-                proxy_fence()  # pyright: ignore[reportCallIssue]
 
-            def copy(_: _Piece, k: Scalar, slot: Scalar, source: Ref = source) -> None:
+            def copy(
+                _: _Piece,
+                k: Scalar,
+                slot: Scalar,
+                ended: Scalar,
+                source: Ref = source,
+                i: int = i,
+            ) -> Scalar:
+                if i:
+                    ended = self.wait_for_feature(i - 1, (k + 1) * tile_k - 1, ended)
                 plgpu.copy_gmem_to_smem(
                     source.at[rows, pl.ds(k * tile_k, tile_k)],
                     ring["smem"].at[slot],
                     ring["full"].at[slot],
                 )
+                return ended
 
-            slot = self.stream(stage, "activations", copy, slot)
+            carry = slot, jnp.int32(0)
+            slot, ended = self.stream(stage, "activations", copy, carry)
             if stage.norm is not None:
+                last = self.stages[i - 1].features * GROUP - 1
+                self.wait_for_feature(i - 1, jnp.int32(last), ended)
                 self.factors(stage.norm)
         drain(ring, slot, self.schedule.activation_slots)
 
+    def wait_for_feature(self, i: int, feature: Scalar, ended: Scalar) -> Scalar:
+        """Waits for the wave of an output feature of a stage, and those before.
+
+        Args:
+            i: number of the stage.
+            feature: the feature.
+            ended: how many waves have been waited for.
+
+        Returns:
+            How many have been waited for now.
+        """
+        stage = self.stages[i]
+        wanted = jnp.maximum(stage.wave_of(feature) + 1, ended)
+
+        def wait(wave: Scalar, _: None) -> None:
+            self.wait(self.semaphores.at[self.of_wave[i] + wave], stage.wave_units)
+            proxy_fence()  # pyright: ignore[reportCallIssue]
+
+        lax.fori_loop(ended, wanted, wait, None)
+        return wanted
+
     def compute(self, number: Scalar) -> None:
-        """Multiplies, and finishes units.
+        """Multiplies, and finishes units: of a wave after the matmuls of the next.
 
         Args:
             number: which warpgroup of those that do.
@@ -201,30 +281,42 @@ class _Block:
             hand_over(ring, ring["smem"].shape[0])
         slots = jnp.int32(0), jnp.int32(0)
         for i, stage in enumerate(self.stages):
-            slots = self.multiply(i, stage, number, slots)
-            self.finish(i, stage, number)
+
+            def wave(w: Scalar, slots: Any, i: int = i, stage: Stage = stage) -> Any:
+                slots = self.multiply(i, stage, w, number, slots)
+                self.finish(i, stage, w - 1, number)
+                return slots
+
+            slots = lax.fori_loop(0, stage.waves + 1, wave, slots)
 
     # --- Matmuls ----------------------------------------------------------------------
 
     def multiply(
-        self, i: int, stage: Stage, number: Scalar, slots: tuple[Scalar, Scalar]
+        self,
+        i: int,
+        stage: Stage,
+        wave: Scalar,
+        number: Scalar,
+        slots: tuple[Scalar, Scalar],
     ) -> tuple[Scalar, Scalar]:
-        """The sums of all pieces, for 64 features of each output tile."""
+        """The sums of all pieces of a wave, for the groups of this warpgroup."""
         weights, activations = (
             _ring(self.scratch, name) for name in ("weights", "activations")
         )
+        count = self.schedule.tile_groups // WARPGROUPS
 
         def piece(piece: _Piece, slots: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
-            def scoped(acc: Ref) -> Any:
+            def scoped(*accs: Ref) -> Any:
                 def tile(_: Scalar, slots: tuple[Scalar, Scalar]) -> Any:
                     w, x = slots
                     plgpu.barrier_wait(activations["full"].at[x])
                     plgpu.barrier_wait(weights["full"].at[w])
-                    plgpu.wgmma(
-                        acc,
-                        weights["smem"].at[w, number].transpose((1, 0)),
-                        activations["smem"].at[x].transpose((1, 0)),
-                    )
+                    for j, acc in enumerate(accs):
+                        plgpu.wgmma(
+                            acc,
+                            weights["smem"].at[w, number * count + j].transpose((1, 0)),
+                            activations["smem"].at[x].transpose((1, 0)),
+                        )
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(activations["empty"].at[x])
                     plgpu.barrier_arrive(weights["empty"].at[w])
@@ -234,116 +326,115 @@ class _Block:
                     )
 
                 after = lax.fori_loop(piece.first, piece.last, tile, slots)
-                return acc[...], after
+                return [acc[...] for acc in accs], after
 
-            shape = GROUP, self.problem.rows
-            accumulator = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
-            sums, slots = pl.run_scoped(scoped, accumulator)
-            group = piece.column * WARPGROUPS + number
-            self.refs["parts"].at[group, piece.part][...] = sums
-            self.signal(self.semaphores.at[self.first_semaphore[i] + group])
+            accumulator = plgpu.WGMMAAccumulatorRef(
+                (GROUP, self.problem.rows), jnp.float32
+            )
+            sums, slots = pl.run_scoped(scoped, *[accumulator] * count)
+            for j, values in enumerate(sums):
+                group = piece.column * self.schedule.tile_groups + number * count + j
+                self.parts(i, stage, group, piece.part)[...] = values
+                self.signal(self.semaphores.at[self.of_group[i] + group])
             return slots
 
-        return self.for_each_piece(stage, piece, slots)
+        return self.for_each_piece(stage, wave, piece, slots)
 
-    def sums(self, i: int, stage: Stage, group: Scalar) -> jax.Array:
-        """The sums of a group of features, [64,M], when all its parts are there."""
-        _, count = stage.parts(quotient(group, WARPGROUPS))
-        self.wait(self.semaphores.at[self.first_semaphore[i] + group], count)
-        parts = [
-            plgpu.load(
-                self.refs["parts"].at[group, part], layout=_WGMMA, optimized=False
-            )
-            for part in range(stage.most_parts)
-        ]
-        total = parts[0]
-        for number, part in enumerate(parts[1:], 1):
-            there = lax.broadcast_in_dim(number < count, part.shape, ())
-            # What no share has written may be NaN.
-            total = total + jnp.where(there, part, 0.0)
+    def parts(self, i: int, stage: Stage, group: Scalar, part: Scalar) -> Ref:
+        """Where a part of the sums of a group lies, [64,M]."""
+        first = self.schedule.first_parts[i]
+        return self.refs["parts"].at[first + group * stage.most_parts + part]
+
+    def sums(self, i: int, stage: Stage, group: Scalar, unit: _Unit) -> jax.Array:
+        """The sums of a group of features, [64,rows], when all its parts are there."""
+        count = stage.parts(quotient(group, stage.tile_groups))
+        self.wait(self.semaphores.at[self.of_group[i] + group], count)
+        total = None
+        for first in range(0, stage.most_parts, _LOADS):
+            parts = [
+                plgpu.load(
+                    self.parts(i, stage, group, part).at[:, unit.span],
+                    layout=_WGMMA,
+                    optimized=False,
+                )
+                for part in range(first, min(first + _LOADS, stage.most_parts))
+            ]
+            for number, part in enumerate(parts, first):
+                if total is None:
+                    total = part
+                    continue
+                there = lax.broadcast_in_dim(number < count, part.shape, ())
+                # What no share has written may be NaN.
+                total = total + jnp.where(there, part, 0.0)
+        assert total is not None
         return total
 
     # --- Epilogues --------------------------------------------------------------------
 
-    def finish(self, i: int, stage: Stage, number: Scalar) -> None:
-        """The units of this warpgroup: blocks first, so that each has few."""
-        epilogue = getattr(self, stage.epilogue)
+    def finish(self, i: int, stage: Stage, wave: Scalar, number: Scalar) -> None:
+        """The units of a wave that this warpgroup has; none of wave -1."""
         worker = number * self.schedule.workers + self.worker
         workers = WARPGROUPS * self.schedule.workers
 
         def unit(index: Scalar, _: None) -> None:
-            groups = stage.groups_of(index * workers + worker)
-            found = [self.sums(i, stage, group) for group in groups]
+            groups, row = stage.unit(index * workers + worker)
+            unit = _Unit(groups, row, stage.unit_rows, number)
+            found = [self.sums(i, stage, group, unit) for group in groups]
             if stage.norm is not None:
                 self.wait(self.normed[stage.norm], self.problem.rows // 8)
                 factors = plgpu.load(
-                    self.refs["factors"].at[stage.norm],
+                    self.refs["factors"].at[stage.norm, unit.span],
                     layout=_OF_ROWS,
                     optimized=False,
                 )
-                factors = lax.broadcast_in_dim(factors, found[0].shape, (1,))
+                factors = lax.broadcast_in_dim(factors, unit.shape, (1,))
                 found = [sums * factors for sums in found]
-            epilogue(stage, number, groups, found)
-            self.signal(self.ready[i])
+            getattr(self, stage.epilogue)(stage, unit, found)
+            self.signal(self.semaphores.at[self.of_wave[i] + wave])
 
-        lax.fori_loop(0, _dealt(stage.units, worker, workers), unit, None)
+        begin, end = (
+            _dealt(jnp.maximum(wave + j, 0) * stage.wave_units, worker, workers)
+            for j in range(2)
+        )
+        lax.fori_loop(begin, end, unit, None)
 
-    def add(
-        self,
-        stage: Stage,
-        number: Scalar,
-        groups: tuple[Scalar, ...],
-        sums: list[jax.Array],
-    ) -> None:
+    def add(self, stage: Stage, unit: _Unit, sums: list[jax.Array]) -> None:
         """Adds the residual; stores the sum, and scaled what the norm multiplies."""
-        features = pl.ds(groups[0] * GROUP, GROUP)
+        features = pl.ds(unit.groups[0] * GROUP, GROUP)
         before, after, scale, target = (
             ("residual", "between", "mlp_norm", "normed_0")
             if stage.weight == "out"
             else ("between", "new_residual", "norm", "normed_1")
         )
         residual = plgpu.load(
-            self.refs[before].at[features], layout=_WGMMA, optimized=False
+            self.refs[before].at[features, unit.span], layout=_WGMMA, optimized=False
         )
         total = residual + sums[0]
-        self.refs[after].at[features][...] = total
+        self.refs[after].at[features, unit.span][...] = total
         if target in self.refs:
             factors = self.of_features(scale, features, total.shape)
-            self.store(number, target, groups[0], total * factors)
+            self.store(unit, target, unit.groups[0], total * factors)
 
-    def swiglu(
-        self,
-        stage: Stage,
-        number: Scalar,
-        groups: tuple[Scalar, ...],
-        sums: list[jax.Array],
-    ) -> None:
+    def swiglu(self, stage: Stage, unit: _Unit, sums: list[jax.Array]) -> None:
         """The hidden features from gate and up projection."""
         gate, up = sums
         hidden = gate / (1 + jnp.exp(-gate)) * up
-        self.store(number, "hidden", groups[0], hidden)
+        self.store(unit, "hidden", unit.groups[0], hidden)
 
-    def rotate(
-        self,
-        stage: Stage,
-        number: Scalar,
-        groups: tuple[Scalar, ...],
-        sums: list[jax.Array],
-    ) -> None:
+    def rotate(self, stage: Stage, unit: _Unit, sums: list[jax.Array]) -> None:
         """Adds the bias, and rotates queries and keys, in pairs of a head's halves."""
-        p = self.problem
+        p, groups, shape = self.problem, unit.groups, unit.shape
         first, second = sums
-        shape = first.shape
         if p.bias:
             first, second = (
                 values + self.of_features("bias", pl.ds(g * GROUP, GROUP), shape)
                 for g, values in zip(groups, sums, strict=True)
             )
         per_head = p.head_dim // GROUP
-        in_half = lax.rem(groups[0], jnp.int32(stage.half))
+        in_half = remainder(groups[0], stage.half)
         cos, sin = (
             plgpu.load(
-                self.refs[name].at[pl.ds(in_half * GROUP, GROUP)],
+                self.refs[name].at[pl.ds(in_half * GROUP, GROUP), unit.span],
                 layout=_WGMMA,
                 optimized=False,
             )
@@ -358,7 +449,7 @@ class _Block:
 
         def store(name: str, begin: int) -> None:
             for group, values in zip(groups, pair, strict=True):
-                self.store(number, name, group - begin, values)
+                self.store(unit, name, group - begin, values)
 
         is_query = groups[0] < queries
         pl.when(is_query)(functools.partial(store, "q", 0))
@@ -400,17 +491,14 @@ class _Block:
         )
         return lax.broadcast_in_dim(vector.astype(jnp.float32), shape, (0,))
 
-    def store(
-        self, number: Scalar, name: str, group: Scalar, values: jax.Array
-    ) -> None:
-        """Stores [64,M] as bfloat16 of [M,features]: turned in shared memory."""
-        buffer = self.scratch["turned"].at[number]
+    def store(self, unit: _Unit, name: str, group: Scalar, values: jax.Array) -> None:
+        """Stores [64,rows] as bfloat16 of [rows,features]: turned in shared memory."""
+        buffer = self.scratch["turned"].at[unit.number, pl.ds(0, unit.rows)]
         buffer.transpose((1, 0))[...] = plgpu.layout_cast(
             values.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
         )
         plgpu.commit_smem()
-        rows = pl.ds(self.worker * 0, self.problem.rows)
-        target = self.refs[name].at[rows, pl.ds(group * GROUP, GROUP)]
+        target = self.refs[name].at[unit.span, pl.ds(group * GROUP, GROUP)]
         plgpu.copy_smem_to_gmem(buffer, target)
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
@@ -422,7 +510,7 @@ class _Block:
         plgpu.semaphore_wait(semaphore, value, decrement=False, memory_scope="gpu")
 
 
-def _dealt(items: int, number: Scalar, to: int) -> Scalar:
+def _dealt(items: Scalar, number: Scalar, to: int) -> Scalar:
     """How many items one has of those that are dealt in turn."""
     return quotient(items - 1 - number + to, to)
 
@@ -439,13 +527,17 @@ def _scratch_types(schedule: Schedule) -> dict[str, Any]:
     weights, activations = schedule.weight_slots, schedule.activation_slots
     return {
         "weights": plgpu.SMEM(
-            (weights, WARPGROUPS, tile_k, GROUP), jnp.bfloat16, transforms=transforms
+            (weights, schedule.tile_groups, tile_k, GROUP),
+            jnp.bfloat16,
+            transforms=transforms,
         ),
         "activations": plgpu.SMEM(
             (activations, rows, tile_k), jnp.bfloat16, transforms=transforms
         ),
         "turned": plgpu.SMEM((WARPGROUPS, rows, GROUP), jnp.bfloat16),
-        "weights_full": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=weights),
+        "weights_full": plgpu.Barrier(
+            num_arrivals=schedule.tile_groups, num_barriers=weights
+        ),
         "weights_empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=weights),
         "activations_full": plgpu.Barrier(num_barriers=activations),
         "activations_empty": plgpu.Barrier(
@@ -464,7 +556,7 @@ def _outputs(schedule: Schedule) -> dict[str, jax.ShapeDtypeStruct]:
         "normed_0": ((p.rows, p.d_model), bf16),
         "hidden": ((p.rows, p.d_ff), bf16),
         "factors": ((2, p.rows), fp32),
-        "parts": (schedule.parts_shape, fp32),
+        "parts": ((schedule.first_parts[-1], GROUP, p.rows), fp32),
     }
     if p.projects:
         found |= {

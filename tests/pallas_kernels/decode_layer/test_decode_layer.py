@@ -29,6 +29,9 @@ BF16 = jnp.dtype(jnp.bfloat16)
 TINY = Problem(
     m=3, d_model=128, d_ff=256, features=256, heads=2, kv_heads=1, head_dim=128
 )
+BIG = Problem(
+    m=8, d_model=4096, d_ff=14336, features=4096, heads=32, kv_heads=8, head_dim=128
+)
 LAST = {"heads": 0, "kv_heads": 0, "head_dim": 0}
 """The changes of a problem that make it the last layer."""
 
@@ -105,11 +108,18 @@ def interpreted(problem, given, num_sms=1, **config):
         ({}, 1, {}),
         ({"m": 16, "bias": True}, 1, {"tile_k": 64, "weight_slots": 2}),
         (LAST, 1, {}),
-        # More than one part for some tiles, and none for others.
+        # More than one part for some tiles, and none for others; waves.
         (
             {"m": 8, "features": 512, "heads": 4, "kv_heads": 2},
             3,
-            {"tile_k": 64, "weight_slots": 3},
+            {"tile_k": 64, "weight_slots": 3, "groups": 1, "waves": 2},
+        ),
+        # Two groups a warpgroup, and units of some of the rows.
+        (
+            {"m": 16, "d_model": 512, "d_ff": 512, "features": 512, "kv_heads": 2}
+            | {"heads": 4},
+            3,
+            {"weight_slots": 2, "activation_slots": 2},
         ),
     ],
 )
@@ -185,10 +195,10 @@ def test_errors_say_what_to_do():
 
 
 def test_every_tile_is_in_one_share():
-    """And shares differ by one tile at most, whatever the sizes."""
+    """And shares of a wave differ by one tile at most, whatever the sizes."""
     for workers in (1, 2, 5, 132):
         device = dataclasses.replace(H200, num_sms=workers)
-        for problem in (TINY, dataclasses.replace(TINY, d_model=384, d_ff=1280)):
+        for problem in (TINY, BIG, dataclasses.replace(BIG, d_ff=1280, m=64)):
             schedule = Schedule(
                 problem=problem, config=DecodeLayerConfig(), device=device
             )
@@ -199,5 +209,28 @@ def test_every_tile_is_in_one_share():
                 assert sizes.min() >= 1 and sizes.max() - sizes.min() <= 1
                 owners = [stage.share_of(tile) for tile in range(stage.tiles)]
                 assert owners == np.repeat(range(stage.shares), sizes).tolist()
-                groups = [g for u in range(stage.units) for g in stage.groups_of(u)]
-                assert sorted(groups) == list(range(stage.groups))
+                depth, columns = range(stage.depth), range(stage.columns)
+                assert sorted(map(stage.k_of, depth)) == list(depth)
+                order = [stage.column_of(i) for i in columns]
+                assert [stage.position_of(c) for c in order] == list(columns)
+                assert sorted(order) == list(columns)
+
+
+def test_units_are_in_the_wave_of_their_columns():
+    for m in (8, 64):
+        problem = dataclasses.replace(BIG, m=m)
+        schedule = Schedule(problem=problem, config=DecodeLayerConfig(), device=H200)
+        for stage in schedule.stages:
+            found = []
+            for index in range(stage.waves * stage.wave_units):
+                groups, row = stage.unit(index)
+                wave = index // stage.wave_units
+                found += [(group, row) for group in groups]
+                for group in groups:
+                    column = stage.position_of(group // stage.tile_groups)
+                    assert column // stage.span == wave
+                if stage.half in (0, stage.groups // 2):
+                    assert stage.wave_of(groups[0] * 64 + 63) == wave
+            rows = range(0, stage.rows, stage.unit_rows)
+            want = [(group, row) for group in range(stage.groups) for row in rows]
+            assert sorted(found) == want
