@@ -135,12 +135,7 @@ def decode_layer(
     """
     check_config("decode_layer", config, DecodeLayerConfig)
     problem = _problem(attended, residual, layer, projection)
-    operands = {"attended": attended, "residual": residual}
-    for part in (layer, projection):
-        for field in () if part is None else dataclasses.fields(part):
-            value = getattr(part, field.name)
-            if not isinstance(value, int | None):
-                operands[field.name] = value
+    operands = _operands(attended, residual, layer, projection)
     call = _Call(problem, eps, config, DeviceSpec.current())
     message = "decode_layer has no derivatives: it is for inference"
     residual, q, kv = dispatch(
@@ -155,6 +150,38 @@ def decode_layer(
     p = problem
     q = q.reshape(p.m, p.heads, p.head_dim)
     return residual, (q, kv.reshape(p.m, 2, p.kv_heads, p.head_dim))
+
+
+def declines(
+    attended: Shaped[Array, "M NH"],
+    residual: Float[Array, "D R"],
+    layer: LayerWeights,
+    projection: NextProjection | None = None,
+) -> str | None:
+    """Why the kernel cannot serve a call of `decode_layer` here; None if it can.
+
+    Only shapes and types of the arrays count.
+    """
+    problem = _problem(attended, residual, layer, projection)
+    operands = _operands(attended, residual, layer, projection)
+    try:
+        _check_kernel(operands, problem, DeviceSpec.current())
+    except Unsupported as reason:
+        return str(reason)
+    return None
+
+
+def _operands(
+    attended: Array, residual: Array, *parts: LayerWeights | NextProjection | None
+) -> dict[str, Array]:
+    """The arrays of a call by name."""
+    operands = {"attended": attended, "residual": residual}
+    for part in parts:
+        for field in () if part is None else dataclasses.fields(part):
+            value = getattr(part, field.name)
+            if not isinstance(value, int | None):
+                operands[field.name] = value
+    return operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,8 +249,15 @@ def _problem(
     )
 
 
-def _mosaic_gpu(operands: dict[str, Array], call: _Call) -> Any:
-    device = check_hopper(call.device, "decode_layer")
+def _check_kernel(
+    operands: dict[str, Array], problem: Problem, device: DeviceSpec | None
+) -> DeviceSpec:
+    """The device, if the kernel can serve a call on it.
+
+    Raises:
+        Unsupported: it cannot.
+    """
+    device = check_hopper(device, "decode_layer")
     check_local("decode_layer", *operands.values())
     kinds = {
         operands[name].dtype.name
@@ -235,6 +269,12 @@ def _mosaic_gpu(operands: dict[str, Array], call: _Call) -> Any:
             f"decode_layer: types {sorted(kinds)}, the kernel takes bfloat16; use"
             " implementation='xla'"
         )
+    problem.check()
+    return device
+
+
+def _mosaic_gpu(operands: dict[str, Array], call: _Call) -> Any:
+    device = _check_kernel(operands, call.problem, call.device)
     return mosaic_gpu.decode_layer(
         operands,
         problem=call.problem,

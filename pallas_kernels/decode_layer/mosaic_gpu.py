@@ -596,7 +596,6 @@ def decode_layer(
     Raises:
         Unsupported: sizes or shared memory do not fit.
     """
-    problem.check()
     schedule = Schedule(problem=problem, config=config, device=device)
     check_smem(
         schedule.fixed_bytes + schedule.weight_slots * schedule.slot_bytes,
