@@ -40,6 +40,8 @@ from pallas_kernels.collective_matmul import (
 from pallas_kernels.collective_matmul.specs import ROWS
 from pallas_kernels.collective_matmul.specs import SPECS as COLLECTIVE
 from pallas_kernels.collective_matmul.tunable import problems as collective_problems
+from pallas_kernels.decode_layer import LayerWeights, NextProjection, decode_layer
+from pallas_kernels.decode_layer.specs import SPECS as DECODE_LAYER
 from pallas_kernels.fp8_operands import (
     quantize_and_transpose,
     quantize_rows,
@@ -230,6 +232,31 @@ def quantized_matmul_cases() -> Iterator[Case]:
         yield Case(spec.name, run, arguments)
 
 
+def decode_layer_cases() -> Iterator[Case]:
+    run = functools.partial(decode_layer, eps=1e-5, implementation="mosaic_gpu")
+    for s in DECODE_LAYER:
+        rows, columns = max(s.m, 8), (s.heads + 2 * s.kv_heads) * s.head_dim
+        layer = LayerWeights(
+            out=array(s.heads * s.head_dim, s.d_model),
+            mlp_norm=array(s.d_model),
+            gate_up=array(s.d_model, 2 * s.d_ff),
+            down=array(s.d_ff, s.d_model),
+        )
+        table = array(s.head_dim // 2, rows, dtype=FP32)
+        projection = NextProjection(
+            norm=array(s.d_model),
+            qkv=array(s.d_model, columns),
+            bias=array(columns) if s.bias else None,
+            cos=table,
+            sin=table,
+            heads=s.heads,
+            kv_heads=s.kv_heads,
+        )
+        attended = array(s.m, s.heads * s.head_dim)
+        residual = array(s.d_model, rows, dtype=FP32)
+        yield Case(s.name, run, (attended, residual, layer, projection))
+
+
 def scaled_matmul_cases() -> Iterator[Case]:
     run = functools.partial(scaled_matmul, implementation="mosaic_gpu")
     for spec in SCALED:
@@ -351,6 +378,7 @@ OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "varlen_attention": attention_cases,
     "paged_attention": paged_attention_cases,
     "matmul": matmul_cases,
+    "decode_layer": decode_layer_cases,
     "quantized_matmul": quantized_matmul_cases,
     "scaled_matmul": scaled_matmul_cases,
     "fp8_operands": fp8_operand_cases,

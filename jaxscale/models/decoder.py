@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.checks import check_type
 from jaxscale.keywords import explain_keywords
+from jaxscale.models import decode_layers
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.pretrained import Pretrained, check_dtype, check_tokens
 from jaxscale.models.serving import for_inference
@@ -342,11 +343,14 @@ class Decoder(Pretrained, nnx.Module):
             variants: The attention of each layer of `blocks`.
             **options: Passed to `jaxscale.models.stack.run_stack`.
         """
+        whole = blocks is None and not options
         options = {"scan": self.scan_layers} | options
         if blocks is None:
             blocks = flat_stack(self.blocks, self.config.num_layers)
         if variants is None:
             variants = [self.config.attention(i) for i in range(self.config.num_layers)]
+        if whole and decode_layers.runs(blocks, x, state, variants):
+            return decode_layers.run(blocks, x, state, variants)
         return run_stack(
             blocks,
             x,

@@ -217,9 +217,17 @@ class PagedRows(_Pages):
         implementation: str | None = None,
     ) -> tuple[Array, Self]:
         del implementation  # names attention without pages
+        return self.attend_stacked(q, jnp.stack([k, v], axis=2), config)
+
+    def attend_stacked(
+        self,
+        q: Float[Array, "B T N H"],
+        kv: Float[Array, "B T 2 K H"],
+        config: AttentionConfig,
+    ) -> tuple[Float[Array, "B T N H"], Self]:
+        """`attend` with keys and values in one array."""
         self._check(config)
         rows = len(self.lengths)
-        kv = jnp.stack([k, v], axis=2)
         out, pages = paged_attention(
             q.reshape(rows, -1, *q.shape[2:]),
             kv.reshape(rows, -1, *kv.shape[2:]),  # [B, R, 2, K, H]

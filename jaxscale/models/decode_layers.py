@@ -1,0 +1,177 @@
+"""Decoding a token of few requests: between two attentions a layer is one launch.
+
+Layers as of LLaMA take `pallas_kernels.decode_layer` in place of ten launches: what
+follows the attention of a layer and what precedes that of the next are one kernel. It
+is for one GPU, dense weights in bfloat16 and up to 64 rows of one token; all else runs
+block by block (`jaxscale.models.stack`).
+
+Legend: B rows, T tokens of a row, D model.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxscale.nn.attention import AttentionConfig
+from jaxscale.nn.blocks import Block
+from jaxscale.nn.cache import PagedRows
+from jaxscale.nn.joined import JoinedLinear
+from jaxscale.nn.linear import RowParallelLinear, project_together
+from jaxscale.nn.norms import RMSNorm
+from jaxscale.nn.self_attention import Attention
+from pallas_kernels.decode_layer import (
+    LayerWeights,
+    NextProjection,
+    as_residual,
+    declines,
+    decode_layer,
+    from_residual,
+    rotation,
+)
+
+
+def runs(
+    blocks: Any,
+    x: Float[Array, "B T D"],
+    state: Any,
+    variants: Sequence[AttentionConfig],
+) -> bool:
+    """Whether `run` computes what the blocks do, and the kernel is there for it.
+
+    Args:
+        blocks: The blocks of a decoder.
+        x: The residual stream.
+        state: The state of attention.
+        variants: The attention of each layer.
+    """
+    if isinstance(blocks, Block) or type(state) is not PagedRows or x.shape[1] != 1:
+        return False
+    if state.workspace is not None or not _are_plain(blocks, variants):
+        return False
+    after = _projection(blocks[-1], variants[-1], state, {})
+    attended = jnp.zeros((len(x), blocks[0].attention.out.kernel.shape[0]), x.dtype)
+    residual = as_residual(x[:, 0])
+    return declines(attended, residual, _weights(blocks[0]), after) is None
+
+
+def run(
+    blocks: Sequence[Block],
+    x: Float[Array, "B 1 D"],
+    state: PagedRows,
+    variants: Sequence[AttentionConfig],
+    implementation: str | None = "mosaic_gpu",
+) -> tuple[Float[Array, "B 1 D"], PagedRows]:
+    """The residual stream after the last block, and the state.
+
+    Args:
+        blocks: Blocks of which `runs` is true.
+        x: The residual stream. Within the layers it is in fp32.
+        state: The state of attention.
+        variants: The attention of each layer.
+        implementation: Of `pallas_kernels.decode_layer.decode_layer`.
+    """
+    block: Any = blocks[0]
+    attention = block.attention
+    projected = project_together(attention.inputs, block.attention_norm(x))
+    out, state = attention.attend(
+        attention.split_heads(projected), state.at(0, variants[0])
+    )
+    residual, tables = as_residual(x[:, 0]), {}
+    for i, (block, variant) in enumerate(zip(blocks, variants, strict=True)):
+        following = None
+        if i + 1 < len(blocks):
+            variant = variants[i + 1]
+            following = _projection(blocks[i + 1], variant, state, tables)
+        residual, heads = decode_layer(
+            out.reshape(len(x), -1),
+            residual,
+            _weights(block),
+            following,
+            eps=block.mlp_norm.eps,
+            implementation=implementation,
+        )
+        if heads is not None:
+            q, kv = (array[:, None] for array in heads)
+            here = state.at(i + 1, variant)
+            out, state = here.attend_stacked(q, kv, variant)
+    return from_residual(residual, len(x))[:, None].astype(x.dtype), state
+
+
+def _are_plain(blocks: Sequence[Any], variants: Sequence[AttentionConfig]) -> bool:
+    """Whether blocks are serial, with RMS norms of one epsilon before attention and a
+    SwiGLU network, dense, and heads are rotated as a whole.
+    """
+    norms = [n for b in blocks for n in (b.attention_norm, b.mlp_norm)]
+    plain_norms = all(type(n) is RMSNorm and not n.plus_one for n in norms)
+    return (
+        plain_norms
+        and len({norm.eps for norm in norms}) == 1
+        and all(map(_is_plain, blocks))
+        and all(map(_rotates_heads, variants))
+    )
+
+
+def _is_plain(block: Any) -> bool:
+    attention, mlp = block.attention, block.mlp
+    more = (
+        block.attention_out_norm,
+        block.mlp_out_norm,
+        attention.query_norm,
+        attention.key_norm,
+        attention.out.bias,
+        mlp.down.bias,
+    )
+    joined, rows = (attention.joined, mlp.joined), (attention.out, mlp.down)
+    return (
+        not (block.parallel or block.post_norm)
+        and type(attention) is Attention
+        and mlp.activation == "swiglu"
+        and all(type(layer) is JoinedLinear and layer.shards == 1 for layer in joined)
+        and all(type(layer) is RowParallelLinear for layer in rows)
+        and all(layer.low_rank is None for layer in (*joined, *rows))
+        and all(layer.dtype == layer.kernel.dtype for layer in (*joined, *rows))
+        and all(part is None for part in (*more, mlp.joined.bias))
+    )
+
+
+def _rotates_heads(config: AttentionConfig) -> bool:
+    rope = config.rope
+    return (
+        rope is not None
+        and not (rope.interleaved or rope.is_dynamic)
+        and rope.rotary_dim in (None, config.head_dim)
+    )
+
+
+def _weights(block: Any) -> LayerWeights:
+    return LayerWeights(
+        out=block.attention.out.kernel[...],
+        mlp_norm=block.mlp_norm.scale[...],
+        gate_up=block.mlp.joined.kernel[...],
+        down=block.mlp.down.kernel[...],
+    )
+
+
+def _projection(
+    block: Any, config: AttentionConfig, state: PagedRows, tables: dict[Any, Any]
+) -> NextProjection:
+    """What precedes the attention of a block; `tables` holds rotations of others."""
+    joined, rope = block.attention.joined, config.rope
+    if rope is None:
+        raise ValueError("rope None: _rotates_heads lets no such block pass")
+    if (key := (rope, config.head_dim)) not in tables:
+        positions = state.positions.astype(jnp.float32)  # [B, 1]
+        angles = positions * rope.inv_freq(config.head_dim)  # [B, pairs]
+        tables[key] = rotation(angles, rope.attention_factor)
+    cos, sin = tables[key]
+    return NextProjection(
+        norm=block.attention_norm.scale[...],
+        qkv=joined.kernel[...],
+        bias=None if joined.bias is None else joined.bias[...],
+        cos=cos,
+        sin=sin,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+    )

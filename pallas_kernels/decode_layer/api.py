@@ -1,0 +1,296 @@
+"""The public op: a decoder layer from one attention to the next.
+
+Axis letters: M requests, R requests rounded up to a multiple of 8, D model, F hidden,
+N query heads, K key/value heads, H head dim, C all features of queries, keys and
+values.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.decode_layer import mosaic_gpu, xla
+from pallas_kernels.decode_layer.config import (
+    DecodeLayerConfig,
+    Problem,
+    padded_rows,
+)
+from pallas_kernels.dispatch import Unsupported, dispatch, no_config, no_derivative
+from pallas_kernels.mosaic import DeviceSpec, check_hopper
+from pallas_kernels.partition import check_local
+from pallas_kernels.tuned_configs import check_config
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """Weights of a layer after its attention; all but the norm in one type."""
+
+    out: Shaped[Array, "NH D"]
+    """Projection of the attention's output."""
+    mlp_norm: Shaped[Array, "D"]
+    """Scale of the RMS norm before the feed-forward network."""
+    gate_up: Shaped[Array, "D F2"]
+    """Gate projection, and behind it up projection."""
+    down: Shaped[Array, "F D"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NextProjection:
+    """Queries, keys and values of the layer that follows."""
+
+    norm: Shaped[Array, "D"]
+    """Scale of the RMS norm before the attention."""
+    qkv: Shaped[Array, "D C"]
+    """Projections of queries, keys and values, one behind the other."""
+    bias: Shaped[Array, "C"] | None = None
+    cos: Float[Array, "pairs R"]
+    """Cosines of the rotary embedding, see `rotation`."""
+    sin: Float[Array, "pairs R"]
+    heads: int = dataclasses.field(metadata={"static": True})
+    """N."""
+    kv_heads: int = dataclasses.field(metadata={"static": True})
+    """K."""
+
+
+def as_residual(x: Float[Array, "M D"]) -> Float[Array, "D R"]:
+    """The residual stream as the op takes it: fp32, feature-major, whole columns.
+
+    Example:
+        >>> as_residual(jnp.ones((3, 128))).shape
+        (128, 8)
+    """
+    rows = padded_rows(x.shape[0]) - x.shape[0]
+    return jnp.pad(x.astype(jnp.float32), ((0, rows), (0, 0))).T
+
+
+def from_residual(residual: Float[Array, "D R"], m: int) -> Float[Array, "M D"]:
+    """The rows of a residual stream, in fp32."""
+    return residual.T[:m]
+
+
+def rotation(
+    angles: Float[Array, "M pairs"], factor: float = 1.0
+) -> tuple[Float[Array, "pairs R"], Float[Array, "pairs R"]]:
+    """Cosines and sines of a rotary embedding, as `NextProjection` holds them.
+
+    Args:
+        angles: position times inverse frequency, in radians; pair `i` of a head is its
+            features ``(i, i + pairs)``.
+        factor: factor of the rotated features.
+    """
+    cos, sin = factor * jnp.cos(angles), factor * jnp.sin(angles)
+    return as_residual(cos), as_residual(sin)
+
+
+def decode_layer(
+    attended: Float[Array, "M NH"],
+    residual: Float[Array, "D R"],
+    layer: LayerWeights,
+    projection: NextProjection | None = None,
+    *,
+    eps: float,
+    implementation: str | Sequence[str] | None = None,
+    config: DecodeLayerConfig | None = None,
+) -> tuple[
+    Float[Array, "D R"],
+    tuple[Float[Array, "M N H"], Float[Array, "M 2 K H"]] | None,
+]:
+    """Computes a decoder layer of few requests, from one attention to the next.
+
+    ``x = residual + attended @ out``;
+    ``x = x + (silu(g) * u) @ down`` with ``g, u = norm(x) @ gate_up``;
+    queries, keys and values of the next layer are ``norm(x) @ qkv + bias``, queries and
+    keys rotated by position.
+
+    On Hopper GPUs it is one launch, which reads weights without a pause; in XLA about
+    ten. Not differentiable.
+
+    Args:
+        attended: [M,N H], the output of attention.
+        residual: [D,R] fp32, made by `as_residual`: the residual stream before the
+            attention.
+        layer: weights of the layer.
+        projection: what the next layer's attention needs; None after the last layer.
+        eps: added to the mean squares of both norms.
+        implementation: "mosaic_gpu" (Hopper; bfloat16, up to 64 requests, head dim,
+            model and hidden features multiples of 128, one device), "xla", a sequence
+            of these, or None for the first that can.
+        config: how the kernel cuts a layer; None is the default. XLA takes none.
+
+    Returns:
+        ``(residual, (queries, keys and values))``: [D,R] fp32, [M,N,H] and [M,2,K,H] of
+        the type of `attended`; in place of the pair None without a `projection`.
+
+    Raises:
+        ValueError: shapes or types disagree, or the config is another op's.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+        NotImplementedError: the call is differentiated.
+    """
+    check_config("decode_layer", config, DecodeLayerConfig)
+    problem = _problem(attended, residual, layer, projection)
+    operands = _operands(attended, residual, layer, projection)
+    call = _Call(problem, eps, config, DeviceSpec.current())
+    message = "decode_layer has no derivatives: it is for inference"
+    residual, q, kv = dispatch(
+        "decode_layer",
+        {"mosaic_gpu": _mosaic_gpu, "xla": _xla},
+        implementation,
+        no_derivative(operands, message),
+        call,
+    )
+    if projection is None:
+        return residual, None
+    p = problem
+    q = q.reshape(p.m, p.heads, p.head_dim)
+    return residual, (q, kv.reshape(p.m, 2, p.kv_heads, p.head_dim))
+
+
+def declines(
+    attended: Shaped[Array, "M NH"],
+    residual: Float[Array, "D R"],
+    layer: LayerWeights,
+    projection: NextProjection | None = None,
+) -> str | None:
+    """Why the kernel cannot serve a call of `decode_layer` here; None if it can.
+
+    Only shapes and types of the arrays count.
+    """
+    problem = _problem(attended, residual, layer, projection)
+    operands = _operands(attended, residual, layer, projection)
+    try:
+        _check_kernel(operands, problem, DeviceSpec.current())
+    except Unsupported as reason:
+        return str(reason)
+    return None
+
+
+def _operands(
+    attended: Array, residual: Array, *parts: LayerWeights | NextProjection | None
+) -> dict[str, Array]:
+    """The arrays of a call by name."""
+    operands = {"attended": attended, "residual": residual}
+    for part in parts:
+        for field in () if part is None else dataclasses.fields(part):
+            value = getattr(part, field.name)
+            if not isinstance(value, int | None):
+                operands[field.name] = value
+    return operands
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    problem: Problem
+    eps: float
+    config: DecodeLayerConfig | None
+    device: DeviceSpec | None
+
+
+def _problem(
+    attended: Array,
+    residual: Array,
+    layer: LayerWeights,
+    projection: NextProjection | None,
+) -> Problem:
+    """The sizes of a call.
+
+    Raises:
+        ValueError: shapes or types disagree.
+    """
+    m, features = attended.shape
+    d, f = layer.out.shape[1], layer.down.shape[0]
+    want: dict[str, tuple[Any, Any]] = {
+        "residual": (residual, (d, padded_rows(m))),
+        "out": (layer.out, (features, d)),
+        "mlp_norm": (layer.mlp_norm, (d,)),
+        "gate_up": (layer.gate_up, (d, 2 * f)),
+        "down": (layer.down, (f, d)),
+    }
+    heads = kv_heads = head_dim = 0
+    if (p := projection) is not None:
+        heads, kv_heads = p.heads, p.kv_heads
+        head_dim = features // heads
+        columns = (heads + 2 * kv_heads) * head_dim
+        table = head_dim // 2, padded_rows(m)
+        want |= {
+            "norm": (p.norm, (d,)),
+            "qkv": (p.qkv, (d, columns)),
+            "cos": (p.cos, table),
+            "sin": (p.sin, table),
+        }
+        if p.bias is not None:
+            want["bias"] = p.bias, (columns,)
+    for name, (array, shape) in want.items():
+        if array.shape != shape:
+            raise ValueError(
+                f"{name} has shape {array.shape}, expected {shape} for attended of"
+                f" shape {attended.shape}, out of {layer.out.shape} and down of"
+                f" {layer.down.shape}"
+            )
+    if residual.dtype != jnp.float32:
+        raise ValueError(
+            f"residual has type {residual.dtype}, expected float32; use as_residual"
+        )
+    return Problem(
+        m=m,
+        d_model=d,
+        d_ff=f,
+        features=features,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        bias=projection is not None and projection.bias is not None,
+    )
+
+
+def _check_kernel(
+    operands: dict[str, Array], problem: Problem, device: DeviceSpec | None
+) -> DeviceSpec:
+    """The device, if the kernel can serve a call on it.
+
+    Raises:
+        Unsupported: it cannot.
+    """
+    device = check_hopper(device, "decode_layer")
+    check_local("decode_layer", *operands.values())
+    kinds = {
+        operands[name].dtype.name
+        for name in ("attended", "out", "gate_up", "down", "qkv")
+        if name in operands
+    }
+    if kinds != {"bfloat16"}:
+        raise Unsupported(
+            f"decode_layer: types {sorted(kinds)}, the kernel takes bfloat16; use"
+            " implementation='xla'"
+        )
+    problem.check()
+    return device
+
+
+def _mosaic_gpu(operands: dict[str, Array], call: _Call) -> Any:
+    device = _check_kernel(operands, call.problem, call.device)
+    return mosaic_gpu.decode_layer(
+        operands,
+        problem=call.problem,
+        config=call.config or DecodeLayerConfig(),
+        device=device,
+        eps=call.eps,
+    )
+
+
+def _xla(operands: dict[str, Array], call: _Call) -> Any:
+    no_config("decode_layer", call.config)
+    p = call.problem
+    return xla.decode_layer(
+        operands,
+        heads=p.heads,
+        kv_heads=p.kv_heads,
+        head_dim=p.head_dim,
+        eps=call.eps,
+    )

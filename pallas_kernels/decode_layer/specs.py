@@ -1,0 +1,39 @@
+"""Decoder layers of real models: one list for tests and benchmarks."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeLayerSpec:
+    """A named layer in bfloat16, and queries, keys and values of the next."""
+
+    name: str
+    """Model and requests."""
+    m: int
+    """Requests of a step."""
+    d_model: int
+    d_ff: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    bias: bool = False
+    """Whether queries, keys and values have one."""
+
+
+_MODELS = {
+    "llama3_8b": {"d_model": 4096, "d_ff": 14336, "heads": 32, "kv_heads": 8},
+    "qwen2_7b": {
+        "d_model": 3584,
+        "d_ff": 18944,
+        "heads": 28,
+        "kv_heads": 4,
+        "bias": True,
+    },
+}
+
+SPECS: tuple[DecodeLayerSpec, ...] = tuple(
+    DecodeLayerSpec(name=f"{name}_m{m}", m=m, **sizes)
+    for name, sizes in _MODELS.items()
+    for m in ((1, 8, 32, 64) if name == "llama3_8b" else (8,))
+)
+"""Every shape that is lowered in the tests and benchmarked."""

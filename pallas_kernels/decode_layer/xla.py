@@ -1,0 +1,57 @@
+"""A decoder layer from one attention to the next through XLA: a dozen launches."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def decode_layer(
+    operands: Mapping[str, jax.Array],
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    eps: float,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """What `mosaic_gpu.decode_layer` computes, with sums of matmuls in fp32.
+
+    Args:
+        operands: arrays by name, as there.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: features of a head.
+        eps: added to the mean squares of both norms.
+
+    Returns:
+        ``(residual, queries, keys and values)``, as there.
+    """
+    dtype, m = operands["attended"].dtype, operands["attended"].shape[0]
+
+    def matmul(x: jax.Array, name: str) -> jax.Array:
+        return jnp.matmul(x, operands[name], preferred_element_type=jnp.float32)
+
+    def norm(x: jax.Array, name: str) -> jax.Array:
+        mean = jnp.mean(x * x, axis=-1, keepdims=True)
+        scale = operands[name].astype(jnp.float32)
+        return (x * lax.rsqrt(mean + eps) * scale).astype(dtype)
+
+    x = operands["residual"].T[:m]  # [M,D]
+    x = x + matmul(operands["attended"], "out")
+    gate, up = jnp.split(matmul(norm(x, "mlp_norm"), "gate_up"), 2, axis=-1)
+    x = x + matmul((jax.nn.silu(gate) * up).astype(dtype), "down")
+    rows = operands["residual"].shape[1]
+    residual = jnp.pad(x, ((0, rows - m), (0, 0))).T
+    if "qkv" not in operands:
+        return residual, None, None
+    qkv = matmul(norm(x, "norm"), "qkv")
+    if "bias" in operands:
+        qkv = qkv + operands["bias"].astype(jnp.float32)
+    qkv = qkv.reshape(m, -1, head_dim)
+    a, b = jnp.split(qkv[:, : heads + kv_heads], 2, axis=-1)
+    cos, sin = (operands[name].T[:m, None] for name in ("cos", "sin"))
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    kv = jnp.concatenate([rotated[:, heads:], qkv[:, heads + kv_heads :]], axis=1)
+    q, kv = (x.reshape(m, -1).astype(dtype) for x in (rotated[:, :heads], kv))
+    return residual, q, kv

@@ -1,0 +1,106 @@
+"""Decoding with one launch between two attentions, beside the blocks one by one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.models import Decoder, decode_layers, quantize
+from jaxscale.models.families.llama import llama_tiny
+from jaxscale.nn import PagedRows
+from pallas_kernels.mosaic import H200, use_device
+from tests.decoding import decode, nan_pages
+
+
+def make(dtype=jnp.float32, **changes):
+    config = dataclasses.replace(llama_tiny(), num_layers=3, **changes)
+    model = Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
+    return model.for_inference()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_are_those_of_the_blocks(bias, monkeypatch):
+    model = make(attention_bias=bias)
+    tokens = jax.random.randint(jax.random.key(1), (3, 8), 0, model.config.vocab_size)
+    want, pages = decode(model, tokens, 4, 1, 1, 1, 1)
+    calls = []
+
+    def runs(blocks, x, state, variants):
+        plain = decode_layers._are_plain(blocks, variants)
+        return plain and type(state) is PagedRows
+
+    def run(*arguments):
+        calls.append(arguments)
+        return original(*arguments, implementation="xla")
+
+    original = decode_layers.run
+    monkeypatch.setattr(decode_layers, "runs", runs)
+    monkeypatch.setattr(decode_layers, "run", run)
+    found, again = decode(model, tokens, 4, 1, 1, 1, 1)
+    assert len(calls) == 4
+    np.testing.assert_allclose(found, want, atol=2e-5)
+    np.testing.assert_allclose(again, pages, atol=2e-5)
+
+
+WIDE = {
+    "d_model": 256,
+    "head_dim": 128,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "d_ff": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("why", "changes", "expected"),
+    [
+        ("it fits", {}, True),
+        ("another activation", {"activation": "geglu"}, False),
+        ("norms of queries and keys", {"qk_norm": True}, False),
+        ("a part of each head is rotated", {"rotary_dim": 64}, False),
+        ("heads of 64", {"head_dim": 64, "num_heads": 4}, False),
+        ("a parallel block", {"parallel_block": True}, False),
+    ],
+)
+def test_other_layers_run_as_blocks(why, changes, expected):
+    del why
+    with use_device(H200):
+        assert kernels(**WIDE | changes) is expected
+
+
+def test_adapters_and_weights_of_8_bits_run_as_blocks():
+    with use_device(H200):
+        model = make(jnp.bfloat16, **WIDE)
+        assert chosen(model)
+        model.blocks[1].mlp.down.low_rank = nnx.data(object())
+        assert not chosen(model)
+        assert not chosen(quantize(make(jnp.bfloat16, **WIDE), "int8"))
+        assert not kernels(jnp.float32, **WIDE)
+    assert not chosen(make(jnp.bfloat16, **WIDE))  # no Hopper GPU
+
+
+def kernels(dtype=jnp.bfloat16, **changes):
+    return chosen(make(dtype, **changes))
+
+
+def chosen(model, rows=2, queries=1):
+    pages = nan_pages(model, 2, 4)
+    lengths = jnp.zeros(rows, jnp.int32)
+    state = PagedRows.of(
+        pages, jnp.zeros((rows, 1), jnp.int32), lengths, lengths + queries, queries
+    )
+    x = jnp.zeros((rows, queries, model.config.d_model), model.dtype)
+    variants = [model.config.attention(i) for i in range(model.config.num_layers)]
+    return decode_layers.runs(model.blocks, x, state, variants)
+
+
+def test_more_rows_or_tokens_run_as_blocks():
+    model = make(jnp.bfloat16, **WIDE)
+    with use_device(H200):
+        assert chosen(model, 64)
+        assert not chosen(model, 128)
+        assert not chosen(model, 12)
+        assert not chosen(model, 2, queries=3)

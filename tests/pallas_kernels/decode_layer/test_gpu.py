@@ -1,0 +1,99 @@
+"""A decoder layer in one launch on a GPU: values, repeatability, other rows, poison.
+
+Tiny shapes first: whatever hangs there hangs for sure.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.decode_layer import mosaic_gpu
+from pallas_kernels.decode_layer.config import DecodeLayerConfig, Problem
+from pallas_kernels.mosaic import DeviceSpec
+from tests.pallas_kernels.decode_layer.test_decode_layer import (
+    EPS,
+    LAST,
+    TINY,
+    check,
+    operands,
+)
+
+
+pytestmark = pytest.mark.gpu
+LLAMA3_8B = Problem(
+    m=1, d_model=4096, d_ff=14336, features=4096, heads=32, kv_heads=8, head_dim=128
+)
+
+
+def run(problem, given):
+    return mosaic_gpu.decode_layer(
+        given,
+        problem=problem,
+        config=DecodeLayerConfig(),
+        device=DeviceSpec.current(),
+        eps=EPS,
+    )
+
+
+def poison(problem):
+    """Leaves NaN in freed memory, where outputs and sums will lie."""
+    jax.block_until_ready(
+        [jnp.full((2**20, 4), jnp.nan), jnp.full((problem.d_model, 64), jnp.nan)]
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"m": 1, "bias": True},
+        {"m": 16} | LAST,
+        {
+            "m": 64,
+            "d_model": 512,
+            "d_ff": 1408,
+            "features": 512,
+            "heads": 4,
+            "kv_heads": 2,
+        },
+    ],
+)
+def test_tiny_layers(changes):
+    problem = dataclasses.replace(TINY, **changes)
+    given = operands(problem)
+    poison(problem)
+    check(problem, given, jax.block_until_ready(run(problem, given)))
+
+
+@functools.cache
+def real(m):
+    problem = dataclasses.replace(LLAMA3_8B, m=m)
+    return problem, operands(problem)
+
+
+@pytest.mark.parametrize("m", [1, 2, 8, 32, 64])
+def test_a_real_layer_is_right_and_repeats(m):
+    problem, given = real(m)
+    poison(problem)
+    first = run(problem, given)
+    check(problem, given, first)
+    for _ in range(20):
+        again = run(problem, given)
+        for a, b in zip(first, again, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_a_row_does_not_depend_on_the_others():
+    problem, given = real(64)
+    residual, q, kv = run(problem, given)
+    some = {
+        "attended": given["attended"][:8],
+        **{name: given[name][:, :8] for name in ("residual", "cos", "sin")},
+    }
+    few = run(dataclasses.replace(problem, m=8), given | some)
+    for a, b in zip(few, (residual[:, :8], q[:8], kv[:8]), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
