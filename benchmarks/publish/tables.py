@@ -20,9 +20,10 @@ short one. With ``behind=yes`` it has those rows alone in which a baseline is fa
 than all of ours. With ``pending=yes`` a table without results says so instead of
 failing, with ``pending=hidden`` it is not there. A plot is a block ``<!-- plot:matmul
 -->``, and ``<!-- table:headlines -->`` is the table of `benchmarks.publish.headlines`,
-``<!-- table:estimates -->`` that of `benchmarks.publish.estimates`. What a table was made by (commands, commits, versions) is folded away under it.
-``table:pruned_speed`` and its plot join two files: `benchmarks.publish.pruned_speed`.
-Plots that no page shows are removed. Within a line,
+``<!-- table:estimates -->`` that of `benchmarks.publish.estimates`. What a table was
+made by (commands, commits, versions) is folded away under it. ``table:pruned_speed``
+and its plot join two files: `benchmarks.publish.pruned_speed`. Plots that no page shows
+are removed. Within a line,
 ``<!-- measured:matmul,dense -->`` to ``<!-- /measured -->`` says on how many GPUs there
 are rows of these files, and ``<!-- ratio:matmul times=dense/mosaic_gpu M=8192 -->`` the
 range of the quotients of times; it takes options of tables. ``--check`` changes nothing

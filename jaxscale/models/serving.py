@@ -18,6 +18,7 @@ from jaxscale.nn.joined import can_join
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import Attention
+from jaxscale.nn.tile_sparse_linear import can_join_sparse
 from jaxscale.sharding.parameters import place, shardings
 from jaxscale.sharding.rules import AxisRules
 
@@ -51,7 +52,8 @@ def _is_served(model: Any) -> bool:
     if isinstance(model.blocks, Block):
         return False
     readers = [m for _, m in nnx.iter_modules(model) if isinstance(m, Attention | MLP)]
-    return not any(can_join(reader.inputs, 1) for reader in readers)
+    inputs = [reader.inputs for reader in readers]
+    return not any(can_join(layers, 1) or can_join_sparse(layers) for layers in inputs)
 
 
 def compiled[M](

@@ -29,7 +29,11 @@ from jaxscale.nn.linear import (
 )
 from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.nn.self_attention import Attention, AttentionState, attention_state
-from jaxscale.nn.tile_sparse_linear import TileSparseLinear
+from jaxscale.nn.tile_sparse_linear import (
+    JoinedTileSparse,
+    TileSparseLinear,
+    can_join_sparse,
+)
 from jaxscale.sharding.decode_all_reduce import reduce_through
 from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.operations import constrain
@@ -117,7 +121,7 @@ class MLP(nnx.Module):
 
         self.gate = project_in() if activation in GATED else None
         self.up = project_in()
-        self.joined: JoinedLinear | None = None
+        self.joined: JoinedLinear | JoinedTileSparse | None = None
         self.down = RowParallelLinear(
             d_ff,
             d_model,
@@ -135,9 +139,16 @@ class MLP(nnx.Module):
         return (self.up,) if self.gate is None else (self.gate, self.up)
 
     def join_inputs(self, shards: int) -> None:
-        """Merge gate and up projection into one matmul, see `JoinedLinear`."""
-        if self.gate is not None:
-            join_inputs(self, ("gate", "up"), shards)
+        """Merge gate and up projection into one matmul.
+
+        See `JoinedLinear`, and `JoinedTileSparse` of pruned ones.
+        """
+        if self.gate is None:
+            return
+        join_inputs(self, ("gate", "up"), shards)
+        if can_join_sparse(self.inputs):
+            self.joined = nnx.data(JoinedTileSparse(self.inputs))
+            self.gate = self.up = None
 
     @property
     def activations(self) -> tuple[str | None, ...]:
@@ -161,7 +172,7 @@ class MLP(nnx.Module):
             for layer, activation in zip(self.inputs, self.activations, strict=True)
         ]
         down: Any = self.down
-        return down(self.join(projected), feature_major=(True, False))
+        return down(self.join(projected, along=0), feature_major=(True, False))
 
     def hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
         """Return the input of `down`, if not all layers are sparse."""
@@ -173,10 +184,20 @@ class MLP(nnx.Module):
         layers = (*self.inputs, self.down)
         return all(isinstance(layer, TileSparseLinear) for layer in layers)
 
-    def join(self, projected: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:
-        """Join the activated outputs of `inputs` into the input of `down`."""
-        if self.joined is not None:
+    def join(
+        self, projected: Sequence[Float[Array, "..."]], along: int = -1
+    ) -> Float[Array, "..."]:
+        """Join the activated outputs of `inputs` into the input of `down`.
+
+        Args:
+            projected: The outputs.
+            along: Their axis of features.
+        """
+        if isinstance(self.joined, JoinedLinear):
             projected = self.joined.split(*projected)
+        elif self.joined is not None:
+            (out,) = projected
+            projected = self.joined.apart(out, along)
         *gate, up = projected
         return activate(gate[0], GATED[self.activation]) * up if gate else up
 

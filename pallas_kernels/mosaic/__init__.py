@@ -4,10 +4,11 @@
 computes, `copies` shared memory and what fills it, `lanes` what lanes do with registers
 (masks, rows, columns, votes), `pipeline` the roles of warpgroups and the ring between
 them, `manual_axes` the marks of `jax.shard_map`, `aliases` names for what Pallas gives
-no type to, and `layout_order` makes JAX's layout inference faster.
+no type to, `layout_order` makes JAX's layout inference faster, and `kept_modules` keeps
+what JAX makes of a kernel for the next program.
 """
 
-from pallas_kernels.mosaic import layout_order
+from pallas_kernels.mosaic import kept_modules, layout_order
 from pallas_kernels.mosaic.copies import smem_bytes, smem_transforms
 from pallas_kernels.mosaic.device import (
     H200,
@@ -28,6 +29,7 @@ from pallas_kernels.mosaic.tile_scheduler import largest_divisor, snake_order
 
 
 layout_order.install()
+kept_modules.install()
 
 __all__ = [
     "H200",

@@ -529,7 +529,9 @@ def tile_sparse_matmul(
     several = cut.blocks > device.num_sms // config.cluster
     if w.order is not None and fused and several:
         inputs["order"] = w.order
-    y = _call(cut, inputs, device)
+    # How full the tiles are was a matter of the config alone.
+    traced = dataclasses.replace(cut, problem=dataclasses.replace(problem, steps=None))
+    y = _call(traced, inputs, device)
     if not fused:
         y = _add_parts(y, cut, bias, activation)
     y = y[: wanted.n, : wanted.m] if y_major else y[: wanted.m, : wanted.n]
@@ -582,7 +584,9 @@ def _add_parts(
     )
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
 def _call(cut: _Cut, inputs: dict[str, jax.Array], device: DeviceSpec) -> jax.Array:
+    """The kernel, which blocks and programs with equal shapes trace once."""
     names = [*inputs, "out"]
 
     def body(*args: Ref, **scratch: Ref) -> None:

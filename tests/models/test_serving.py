@@ -10,7 +10,12 @@ from flax import nnx
 
 from jaxscale.models import Decoder, preset
 from jaxscale.models.serving import serving_rules
-from jaxscale.nn import ColumnParallelLinear, JoinedLinear, TileSparseLinear
+from jaxscale.nn import (
+    ColumnParallelLinear,
+    JoinedLinear,
+    JoinedTileSparse,
+    TileSparseLinear,
+)
 from jaxscale.nn.joined import join_inputs
 from jaxscale.pruning import PruneConfig
 from jaxscale.sharding import REPLICATED, create, fsdp_tp, make_mesh
@@ -125,14 +130,17 @@ def test_heads_that_cannot_be_split_are_refused(change, message):
         model.for_inference(make_mesh({"tensor": 4}, jax.devices()[:4]))
 
 
-def test_sparse_layers_stay_apart():
+def test_of_sparse_layers_gate_and_up_are_one():
     model = make("llama")
     _, _, sparse = pruned(model, PruneConfig(sparsity=0.5, tile=8))
     served = sparse.for_inference()
-    attention = served.blocks[1].attention
+    attention, mlp = served.blocks[1].attention, served.blocks[1].mlp
     assert attention.joined is None
     assert isinstance(attention.query, TileSparseLinear)
+    assert isinstance(mlp.joined, JoinedTileSparse)
+    assert mlp.inputs == (mlp.joined,)
     assert relative_error(logits(served), logits(sparse)) < 1e-5
+    assert served.for_inference() is served
 
 
 def test_layers_that_differ_are_not_joined():
