@@ -137,13 +137,13 @@ def test_full_remat_runs_a_layer_forward_twice():
     def flops(**options):
         layout = Layout(pipe=2, **options)
         with jax.set_mesh(layout.mesh):
-            return products(jax.make_jaxpr(layout.gradients)(*layout.arguments()))
+            return products(jax.make_jaxpr(layout.gradients)(*layout.shapes()))
 
     def evaluation(layers):
         layout = Layout(pipe=2, layers=layers)
         sums = pipelined_sums(LOSS, microbatches=2, rules=layout.rules)
         with jax.set_mesh(layout.mesh):
-            return products(jax.make_jaxpr(sums)(*layout.arguments()))
+            return products(jax.make_jaxpr(sums)(*layout.shapes()))
 
     four_layers = evaluation(8) - evaluation(4)
     again = flops(remat="full") - flops()
@@ -186,10 +186,8 @@ def kept_by_a_stage(monkeypatch, rows=ROWS, **options):
 
     monkeypatch.setattr(pipeline, "_Runner", Spy)
     layout = Layout(pipe=2, fsdp=2, tensor=2, **options)
-    model, batch = layout.arguments()
-    batch = jax.tree.map(lambda x: x[:rows], batch)
     with jax.set_mesh(layout.mesh):
-        jax.eval_shape(layout.gradients, model, batch)
+        jax.eval_shape(layout.gradients, *layout.shapes(rows))
     return stash, weights, carried
 
 
@@ -233,7 +231,7 @@ def test_no_copy_of_the_weights_waits_for_the_backward_pass(options, monkeypatch
 )
 def test_devices_with_other_rows_are_summed_over_once_a_step(layout, looped):
     with jax.set_mesh(layout.mesh):
-        lowered = jax.jit(layout.gradients).lower(*layout.arguments())
+        lowered = jax.jit(layout.gradients).lower(*layout.shapes())
     inside, outside = communicated(lowered.compile().as_text())
     assert inside == set(looped)
     assert "data" in outside
@@ -248,7 +246,7 @@ def test_what_a_layer_gathers_and_scatters(model, times):
         pipe=2, fsdp=2, tensor=2, model=model, tensor_parallel="xla", packed=False
     )
     with jax.set_mesh(layout.mesh):
-        lowered = jax.jit(layout.gradients).lower(*layout.arguments())
+        lowered = jax.jit(layout.gradients).lower(*layout.shapes())
     text = lowered.compile().as_text()
     assert text is not None
     found = transfers(text)
@@ -260,7 +258,7 @@ def test_what_a_layer_gathers_and_scatters(model, times):
     # Parameters stay split over `tensor`.
     assert count["all-gather", "fsdp"] >= 2 * matrices
     assert count["reduce-scatter", "fsdp"] >= matrices
-    weights = layout.decoder().config.d_model ** 2 * 4 / 2
+    weights = layout.shape.d_model**2 * 4 / 2
     known = {"fsdp"}, {"tensor"}
     sizes = [x.size for x in found if x.loops == 2 and x.axes not in known]
     assert max(sizes, default=0) < weights
@@ -271,7 +269,7 @@ def test_devices_that_share_rows_move_keys_and_values_alone():
     """Key heads, not query heads; and gradients of the parameters once a step."""
     layout = Layout(pipe=2, data=2, context=2, packed=False)
     with jax.set_mesh(layout.mesh):
-        program = jax.jit(layout.gradients).lower(*layout.arguments()).compile()
+        program = jax.jit(layout.gradients).lower(*layout.shapes()).compile()
     text = program.as_text()
     assert text is not None
     inside, outside = communicated(text, "all-reduce")
@@ -342,7 +340,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(options, messa
     sizes = {"pipe": options.pop("pipe"), "fsdp": options.pop("fsdp")}
     stored, loss = options.pop("stored", 1), options.pop("loss", LOSS)
     layout = Layout(chunks=stored, **sizes)
-    model, batch = Layout(**sizes, chunks=stored).arguments()
+    model, batch = Layout(**sizes, chunks=stored).shapes()
     options = {"rules": megascale_3d()} | options
     with jax.set_mesh(layout.mesh), pytest.raises(ValueError, match=message):
         jax.eval_shape(pipelined(loss, **options), model, batch)
@@ -350,7 +348,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(options, messa
 
 def test_explicit_axes_are_refused():
     layout = Layout(pipe=2)
-    model, batch = layout.arguments()
+    model, batch = layout.shapes()
     config = MeshConfig(pipe=2, axis_type="explicit")
     run = pipelined(LOSS, microbatches=2, rules=megascale_3d())
     with (
