@@ -82,11 +82,19 @@ def test_loss_and_gradients_are_those_of_one_device(layout):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "layers", "axis"), [*exhaustive((1, 4, "context")), (2, 5, "tensor")]
+    ("chunks", "axis", "model"),
+    [
+        *exhaustive((1, "context", {"layers": 4})),
+        # Of a layout above, whose reference it shares.
+        (
+            *(2, "tensor"),
+            {"model": "gptj_tiny", "layers": 9, "packed": False, "vocab": 65},
+        ),
+    ],
 )
-def test_evaluation_runs_forward_passes_alone(chunks, layers, axis):
+def test_evaluation_runs_forward_passes_alone(chunks, axis, model):
     split: dict[str, Any] = {axis: 2}
-    layout = Layout(pipe=2, fsdp=2, chunks=chunks, layers=layers, **split)
+    layout = Layout(pipe=2, fsdp=2, chunks=chunks, **split, **model)
     sums = pipelined_sums(
         LOSS,
         microbatches=2,
@@ -96,7 +104,9 @@ def test_evaluation_runs_forward_passes_alone(chunks, layers, axis):
     )
     with jax.set_mesh(layout.mesh):
         got = jax.jit(sums)(*layout.arguments())
-    want, _ = one_device(layout.model, layers, layout.packed)
+    want, _ = one_device(
+        layout.model, layout.layers, layout.packed, layout.windows, layout.vocab
+    )
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5)
 
