@@ -63,14 +63,13 @@ from typing import Any
 from benchmarks.measure import command, timing
 from benchmarks.measure.harness import Benchmark, Custom, Measurement, Params
 from benchmarks.workloads.serving_cases import (
+    TILE_WISE,
     cases,
     is_pruned,
     load_case,
-    model_of,
-    read_weights,
     token_case,
 )
-from benchmarks.workloads.serving_model import SMALL, config_of
+from benchmarks.workloads.serving_model import SMALL, config_of, random_model
 from jaxscale.observability.trace_events import write_events
 
 
@@ -91,6 +90,42 @@ _PROGRAMS = "BENCHMARK_PROGRAMS"  # names a folder of compiled programs
 _TRACES = "BENCHMARK_TRACES"  # names a folder of timelines
 _TRACED = ("model", "workload", "gap_ms", "slots", "batch", "context", "weights", "tp")
 _MANY = 64  # requests that are too many to run one after another, or on instances
+
+
+def parts_of(params: Params) -> Any:
+    """What is kept in each block of a pruned case; see `benchmarks.pruned_model`."""
+    from benchmarks import pruned_model
+
+    sparsity = TILE_WISE[params["weights"]]
+    return pruned_model.layers_for(config_of(params), params["masks"], "tw", sparsity)
+
+
+def read_weights(params: Params) -> tuple[float, float]:
+    """The weights that a step reads, and the share of the blocks' that is kept.
+
+    The table of embeddings is looked up, not read; the output projection is.
+    """
+    config = config_of(params)
+    table = 0 if config.tie_embeddings else config.vocab_size * config.d_model
+    read = config.num_parameters() - table
+    if not is_pruned(params):
+        return read, 1.0
+    parts = [part for block in parts_of(params) for part in block.values()]
+    size = sum(part.shape[0] * part.shape[1] for part in parts)
+    stays = sum(part.multiplied * part.shape[0] * part.shape[1] for part in parts)
+    return read - size + stays, sum(part.weights for part in parts) / size
+
+
+def model_of(params: Params, seed: int) -> Any:
+    """The decoder of a case, of 16 bits or pruned."""
+    if not is_pruned(params):
+        return random_model(params, seed)
+    from benchmarks import pruned_model
+
+    blocks = parts_of(params)
+    return random_model(
+        params, seed, lambda model: pruned_model.with_sparse_layers(model, blocks, seed)
+    )
 
 
 # --- In a child -----------------------------------------------------------------------

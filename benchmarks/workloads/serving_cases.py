@@ -1,9 +1,8 @@
-"""The cases of `benchmarks.serving`, and the models that they are of."""
+"""The cases of `benchmarks.serving`."""
 
 from typing import Any
 
 from benchmarks.measure.harness import Case, Params
-from benchmarks.workloads.serving_model import config_of, random_model
 
 
 DEFAULTS = {"slots": "default"}
@@ -107,39 +106,3 @@ def cases() -> list[Case]:
 def is_pruned(params: Params) -> bool:
     """Whether the blocks of a case are tile-wise sparse."""
     return params.get("weights") in TILE_WISE
-
-
-def parts_of(params: Params) -> Any:
-    """What is kept in each block of a pruned case; see `benchmarks.pruned_model`."""
-    from benchmarks import pruned_model
-
-    sparsity = TILE_WISE[params["weights"]]
-    return pruned_model.layers_for(config_of(params), params["masks"], "tw", sparsity)
-
-
-def read_weights(params: Params) -> tuple[float, float]:
-    """The weights that a step reads, and the share of the blocks' that is kept.
-
-    The table of embeddings is looked up, not read; the output projection is.
-    """
-    config = config_of(params)
-    table = 0 if config.tie_embeddings else config.vocab_size * config.d_model
-    read = config.num_parameters() - table
-    if not is_pruned(params):
-        return read, 1.0
-    parts = [part for block in parts_of(params) for part in block.values()]
-    size = sum(part.shape[0] * part.shape[1] for part in parts)
-    stays = sum(part.multiplied * part.shape[0] * part.shape[1] for part in parts)
-    return read - size + stays, sum(part.weights for part in parts) / size
-
-
-def model_of(params: Params, seed: int) -> Any:
-    """The decoder of a case, of 16 bits or pruned."""
-    if not is_pruned(params):
-        return random_model(params, seed)
-    from benchmarks import pruned_model
-
-    blocks = parts_of(params)
-    return random_model(
-        params, seed, lambda model: pruned_model.with_sparse_layers(model, blocks, seed)
-    )

@@ -12,7 +12,6 @@ from benchmarks.measure import command
 from benchmarks.rivals import torch_serving
 from benchmarks.workloads import (
     byte_text,
-    serving_cases,
     serving_host,
     serving_http,
     serving_model,
@@ -179,7 +178,7 @@ def test_the_weights_of_a_pruned_step():
     """What tiles hold, whole layers that stay dense, and the output projection."""
     dense = serving.read_metrics(serving.token_case("llama3_1_8b", 1, 264).params)
     assert set(dense) == {"weights_gb"}
-    for weights, sparsity in serving_cases.TILE_WISE.items():
+    for weights, sparsity in serving.TILE_WISE.items():
         density = 1 - sparsity
         case = serving.token_case("llama3_1_8b", 1, 264, weights)
         assert case.name == f"token_b1_c264_{weights}"
@@ -208,7 +207,7 @@ def test_a_pruned_model_is_what_a_pruned_run_serves(monkeypatch):
     stored = {"tile": 64, "bits_per_byte": {}, "masks": parts}
     known = pruned_model._read(stored)
     monkeypatch.setattr(pruned_model, "load", lambda name: known)
-    for module in (serving_cases, serving_model):
+    for module in (serving, serving_model):
         monkeypatch.setattr(module, "config_of", lambda params: model.config)
     params = {"weights": "tw75", "masks": "own"}
     found = serving.model_of(params, 0)
