@@ -44,7 +44,7 @@ quickstart: $(STAMP)  ## Train, save, restore, prune and serve on real text; wri
 	$(BIN)/jaxscale quickstart $(ARGS)
 
 test: $(DEV)  ## Every test and doctest, and the tour; the GPU tests where there is one.
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 	$(if $(CUDA),$(BIN)/python -m pytest -m "gpu or multigpu" tests)
 
 notebooks: $(DEV)  ## All notebooks; CI runs them once a week.

@@ -53,14 +53,14 @@ def prompts(family):
     def row(parts):
         tokens = np.full((1, 64), 7, np.int32)
         tokens[0, : ends[-1]] = np.concatenate(parts)
-        return jnp.asarray(tokens)
+        return tokens
 
     types = None
     if "types.0" in expected:
         types = row([expected[f"types.{i}"] for i in range(count)])
-        types = jnp.minimum(types, 1)
+        types = np.minimum(types, 1)
     # One slot more than there are sequences, and tokens past the last one.
-    return row(ids), jnp.asarray([[0, *ends, ends[-1]]], jnp.int32), types
+    return row(ids), np.array([[0, *ends, ends[-1]]], np.int32), types
 
 
 def compose(family, kind, directory):
@@ -82,13 +82,24 @@ def compose(family, kind, directory):
     return directory
 
 
-@jax.jit
 def forward(model, tokens, bounds, types):
+    """Hidden states, by a program that all heads of a family share, and the answer."""
+    body = jax.tree.map(lambda x: x, model)
+    body.head = None
     # GPUs would round fp32 products to TF32.
     with jax.default_matmul_precision("highest"):
-        hidden = model.hidden(tokens, cu_seqlens=bounds, token_types=types)
-        answer = None if model.head is None else model.answer(hidden, bounds)
-        return hidden, answer
+        hidden = hidden_of(body, tokens, bounds, types)
+        return hidden, None if model.head is None else answer_of(model, hidden, bounds)
+
+
+@jax.jit
+def hidden_of(model, tokens, bounds, types):
+    return model.hidden(tokens, cu_seqlens=bounds, token_types=types)
+
+
+@jax.jit
+def answer_of(model, hidden, bounds):
+    return model.answer(hidden, bounds)
 
 
 def outputs(model, family):
@@ -96,10 +107,11 @@ def outputs(model, family):
     tokens, bounds, types = prompts(family)
     hidden, answer = forward(model, tokens, bounds, types)
     spans = [slice(*pair) for pair in zip(bounds[0], bounds[0, 1:-1], strict=False)]
+    hidden = np.asarray(hidden)
     found = {f"hidden.{i}": hidden[0, span] for i, span in enumerate(spans)}
     if answer is None:
         return found
-    kind = model.head.config.kind
+    kind, answer = model.head.config.kind, np.asarray(answer)
     for i, span in enumerate(spans):
         found[f"{kind}.{i}"] = answer[0, i if model.head.config.pools else span]
     return found

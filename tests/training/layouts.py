@@ -98,22 +98,40 @@ class Layout:
     def decoder(self, **options):
         return Decoder(self.shape, rngs=nnx.Rngs(0), **options)
 
+    def stored(self):
+        """The model, in the order of the stages."""
+        model = self.decoder(
+            rules=self.rules,
+            remat=self.remat,
+            scan_layers=self.scan_layers,
+            tensor_parallel=self.tensor_parallel,
+        )
+        return self.stack.arrange(enlarged(model))
+
+    def _places(self, model, batch):
+        rows = NamedSharding(self.mesh, self.rules.spec("batch"))
+        places = shardings(model, self.mesh, self.tables.parameters)
+        return places, jax.tree.map(lambda _: rows, batch)
+
     def arguments(self):
         """Model and batch on the mesh."""
         with jax.set_mesh(self.mesh):
-            model = enlarged(
-                self.decoder(
-                    rules=self.rules,
-                    remat=self.remat,
-                    scan_layers=self.scan_layers,
-                    tensor_parallel=self.tensor_parallel,
-                )
-            )
-        model = self.stack.arrange(model)
-        places = shardings(model, self.mesh, self.tables.parameters)
-        model = jax.device_put(model, places)
-        rows = NamedSharding(self.mesh, self.rules.spec("batch"))
-        return model, jax.device_put(rows_of(self.packed), rows)
+            model = self.stored()
+        batch = rows_of(self.packed)
+        return jax.device_put((model, batch), self._places(model, batch))
+
+    def shapes(self, rows=ROWS):
+        """Those of `arguments`, for what is only traced or lowered: nothing is drawn.
+
+        The batch has its first `rows`.
+        """
+        batch = jax.tree.map(lambda x: x[:rows], rows_of(self.packed))
+        whole = jax.eval_shape(self.stored), batch
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            whole,
+            self._places(*whole),
+        )
 
 
 def shape(name, layers):

@@ -215,7 +215,7 @@ def test_wrong_masking():
 
 
 def test_masked_tokens_are_learned(tmp_path):
-    config = dataclasses.replace(CONFIG, steps=300)
+    config = dataclasses.replace(CONFIG, steps=150)
     data, devices = masked(probability=0.3), jax.devices()[:1]
     found, losses, _ = train(
         config, "masked_lm", data, masked_lm_loss(), tmp_path, devices

@@ -114,13 +114,14 @@ class Losses(Writer):
         return {step: record["loss"] for step, record in self.steps.items()}
 
 
-def run(config, **options):
+def run(config, *, evaluate=False, **options):
+    """Evaluations are compiled apart: only for tests that look at them."""
     writer = Losses()
     train, held_out = packed_batches(config, TEXT, DEVICES)
     result = fit(
         config,
         train_data=train,
-        eval_data=held_out,
+        eval_data=held_out if evaluate else None,
         writers=[writer],
         devices=DEVICES,
         **options,
@@ -133,7 +134,7 @@ def unbroken(tmp_path_factory):
     """A run of six steps on a 2 x 2 mesh, with checkpoints at three and six."""
     directory = str(tmp_path_factory.mktemp("unbroken"))
     config = dataclasses.replace(CONFIG, output_dir=directory)
-    return config, *run(config)
+    return config, *run(config, evaluate=True)
 
 
 def test_a_supervisor_has_checkpoints_and_batches_left_out(
@@ -314,7 +315,7 @@ def test_resumes_bit_for_bit_after_a_signal(unbroken, tmp_path):
     stopped, before = run(config, hooks=[interrupt_after(4)])
     assert stopped.interrupted
     assert signal.getsignal(signal.SIGTERM) == usual
-    resumed, after = run(config)
+    resumed, after = run(config, evaluate=True)
     assert list(before.steps) == [1, 2, 3, 4]
     assert list(after.steps) == [5, 6]
     assert before.losses() | after.losses() == writer.losses()
@@ -351,9 +352,10 @@ def test_no_evaluation_is_lost_to_a_signal(tmp_path):
     config = dataclasses.replace(
         CONFIG, eval_every=2, output_dir=str(tmp_path / "stopped")
     )
-    _, before = run(config, hooks=[interrupt_after(4)])
-    _, after = run(config)
-    _, whole = run(dataclasses.replace(config, output_dir=str(tmp_path / "whole")))
+    _, before = run(config, evaluate=True, hooks=[interrupt_after(4)])
+    _, after = run(config, evaluate=True)
+    config = dataclasses.replace(config, output_dir=str(tmp_path / "whole"))
+    _, whole = run(config, evaluate=True)
     assert list(before.evaluations) == [2, 4] and list(after.evaluations) == [6]
     assert before.evaluations | after.evaluations == whole.evaluations
 
@@ -368,7 +370,8 @@ def test_no_evaluation_is_lost_to_a_signal(tmp_path):
 def test_restores_on_another_mesh_with_the_same_loss(unbroken, rules, mesh):
     config, result, _ = unbroken
     config = dataclasses.replace(config, rules=rules, mesh=mesh)
-    restored, writer = run(config)  # the run is finished: evaluates alone
+    # The run is finished: it evaluates alone.
+    restored, writer = run(config, evaluate=True)
     assert not writer.steps and restored.evaluation and result.evaluation
     assert restored.evaluation.loss == pytest.approx(result.evaluation.loss, rel=1e-5)
     assert restored.evaluation.tokens == result.evaluation.tokens
@@ -433,7 +436,8 @@ def test_a_run_goes_on_with_any_layout_of_its_layers(kind, layouts, tmp_path):
         optimizer=dataclasses.replace(CONFIG.optimizer, kind=kind, weight_decay=0.1),
         steps=layouts[-1][0],
     )
-    _, whole = run(dataclasses.replace(config, output_dir=str(tmp_path / "whole")))
+    plain = dataclasses.replace(config, output_dir=str(tmp_path / "whole"))
+    _, whole = run(plain, evaluate=True)
     found = {}
     for last, memory_kind, options in layouts:
         pipelined = options["mesh"].pipe > 1
@@ -445,7 +449,9 @@ def test_a_run_goes_on_with_any_layout_of_its_layers(kind, layouts, tmp_path):
             output_dir=str(tmp_path / "parts"),
             **options,
         )
-        result, part = run(layout, hooks=[interrupt_after(last)])
+        result, part = run(
+            layout, evaluate=last == config.steps, hooks=[interrupt_after(last)]
+        )
         found |= part.losses()
         # Whatever ran, what comes out is a stack that other programs take.
         up = result.state.model.blocks.mlp.up.kernel

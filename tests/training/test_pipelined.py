@@ -82,11 +82,19 @@ def test_loss_and_gradients_are_those_of_one_device(layout):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "layers", "axis"), [*exhaustive((1, 4, "context")), (2, 5, "tensor")]
+    ("chunks", "axis", "model"),
+    [
+        *exhaustive((1, "context", {"layers": 4})),
+        # Of a layout above, whose reference it shares.
+        (
+            *(2, "tensor"),
+            {"model": "gptj_tiny", "layers": 9, "packed": False, "vocab": 65},
+        ),
+    ],
 )
-def test_evaluation_runs_forward_passes_alone(chunks, layers, axis):
+def test_evaluation_runs_forward_passes_alone(chunks, axis, model):
     split: dict[str, Any] = {axis: 2}
-    layout = Layout(pipe=2, fsdp=2, chunks=chunks, layers=layers, **split)
+    layout = Layout(pipe=2, fsdp=2, chunks=chunks, **split, **model)
     sums = pipelined_sums(
         LOSS,
         microbatches=2,
@@ -96,7 +104,9 @@ def test_evaluation_runs_forward_passes_alone(chunks, layers, axis):
     )
     with jax.set_mesh(layout.mesh):
         got = jax.jit(sums)(*layout.arguments())
-    want, _ = one_device(layout.model, layers, layout.packed)
+    want, _ = one_device(
+        layout.model, layout.layers, layout.packed, layout.windows, layout.vocab
+    )
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5)
 
@@ -137,13 +147,13 @@ def test_full_remat_runs_a_layer_forward_twice():
     def flops(**options):
         layout = Layout(pipe=2, **options)
         with jax.set_mesh(layout.mesh):
-            return products(jax.make_jaxpr(layout.gradients)(*layout.arguments()))
+            return products(jax.make_jaxpr(layout.gradients)(*layout.shapes()))
 
     def evaluation(layers):
         layout = Layout(pipe=2, layers=layers)
         sums = pipelined_sums(LOSS, microbatches=2, rules=layout.rules)
         with jax.set_mesh(layout.mesh):
-            return products(jax.make_jaxpr(sums)(*layout.arguments()))
+            return products(jax.make_jaxpr(sums)(*layout.shapes()))
 
     four_layers = evaluation(8) - evaluation(4)
     again = flops(remat="full") - flops()
@@ -186,10 +196,8 @@ def kept_by_a_stage(monkeypatch, rows=ROWS, **options):
 
     monkeypatch.setattr(pipeline, "_Runner", Spy)
     layout = Layout(pipe=2, fsdp=2, tensor=2, **options)
-    model, batch = layout.arguments()
-    batch = jax.tree.map(lambda x: x[:rows], batch)
     with jax.set_mesh(layout.mesh):
-        jax.eval_shape(layout.gradients, model, batch)
+        jax.eval_shape(layout.gradients, *layout.shapes(rows))
     return stash, weights, carried
 
 
@@ -233,7 +241,7 @@ def test_no_copy_of_the_weights_waits_for_the_backward_pass(options, monkeypatch
 )
 def test_devices_with_other_rows_are_summed_over_once_a_step(layout, looped):
     with jax.set_mesh(layout.mesh):
-        lowered = jax.jit(layout.gradients).lower(*layout.arguments())
+        lowered = jax.jit(layout.gradients).lower(*layout.shapes())
     inside, outside = communicated(lowered.compile().as_text())
     assert inside == set(looped)
     assert "data" in outside
@@ -248,7 +256,7 @@ def test_what_a_layer_gathers_and_scatters(model, times):
         pipe=2, fsdp=2, tensor=2, model=model, tensor_parallel="xla", packed=False
     )
     with jax.set_mesh(layout.mesh):
-        lowered = jax.jit(layout.gradients).lower(*layout.arguments())
+        lowered = jax.jit(layout.gradients).lower(*layout.shapes())
     text = lowered.compile().as_text()
     assert text is not None
     found = transfers(text)
@@ -260,7 +268,7 @@ def test_what_a_layer_gathers_and_scatters(model, times):
     # Parameters stay split over `tensor`.
     assert count["all-gather", "fsdp"] >= 2 * matrices
     assert count["reduce-scatter", "fsdp"] >= matrices
-    weights = layout.decoder().config.d_model ** 2 * 4 / 2
+    weights = layout.shape.d_model**2 * 4 / 2
     known = {"fsdp"}, {"tensor"}
     sizes = [x.size for x in found if x.loops == 2 and x.axes not in known]
     assert max(sizes, default=0) < weights
@@ -271,7 +279,7 @@ def test_devices_that_share_rows_move_keys_and_values_alone():
     """Key heads, not query heads; and gradients of the parameters once a step."""
     layout = Layout(pipe=2, data=2, context=2, packed=False)
     with jax.set_mesh(layout.mesh):
-        program = jax.jit(layout.gradients).lower(*layout.arguments()).compile()
+        program = jax.jit(layout.gradients).lower(*layout.shapes()).compile()
     text = program.as_text()
     assert text is not None
     inside, outside = communicated(text, "all-reduce")
@@ -342,7 +350,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(options, messa
     sizes = {"pipe": options.pop("pipe"), "fsdp": options.pop("fsdp")}
     stored, loss = options.pop("stored", 1), options.pop("loss", LOSS)
     layout = Layout(chunks=stored, **sizes)
-    model, batch = Layout(**sizes, chunks=stored).arguments()
+    model, batch = Layout(**sizes, chunks=stored).shapes()
     options = {"rules": megascale_3d()} | options
     with jax.set_mesh(layout.mesh), pytest.raises(ValueError, match=message):
         jax.eval_shape(pipelined(loss, **options), model, batch)
@@ -350,7 +358,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(options, messa
 
 def test_explicit_axes_are_refused():
     layout = Layout(pipe=2)
-    model, batch = layout.arguments()
+    model, batch = layout.shapes()
     config = MeshConfig(pipe=2, axis_type="explicit")
     run = pipelined(LOSS, microbatches=2, rules=megascale_3d())
     with (

@@ -76,6 +76,9 @@ def loss_and_gradients(form):
     return float(sums.nll) / int(sums.tokens), jax.device_get(nnx.to_pure_dict(grads))
 
 
+# A layout of `test_pipelined` has the same region on every push, and the test below its
+# kernels, as compiled.
+@pytest.mark.exhaustive
 def test_kernels_inside_a_pipeline_give_what_collectives_give(monkeypatch):
     want_loss, want = loss_and_gradients("xla")
     monkeypatch.setitem(tensor_parallel._IMPLEMENTATIONS, "fused", "mosaic_gpu")

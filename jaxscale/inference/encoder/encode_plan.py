@@ -14,6 +14,8 @@ _TOKENS_A_TEXT = (128, 32, 8, 1)
 """Rows are compiled for texts of at least these average lengths."""
 _FEWEST_TEXTS = 32
 """A smaller capacity would not be faster."""
+_GPU_BUDGET = 16384
+_CPU_BUDGET = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,17 @@ def budgets(token_budget: int) -> tuple[int, ...]:
         unit = 128 if size > 2048 else 16
         sizes.append(max(_SMALLEST_BUDGET, -(-least // unit) * unit))
     return tuple(sorted(sizes))
+
+
+def default_budget(platform: str, lengths: Sequence[int]) -> int:
+    """Tokens per row, for a kind of device and the lengths of the texts."""
+    if platform != "cpu":
+        return _GPU_BUDGET
+    # Attention on a CPU scores all pairs of a row, also across texts.
+    budget = _CPU_BUDGET
+    while budget < max(lengths, default=0):
+        budget *= 2
+    return budget
 
 
 def coarse_first(token_budget: int) -> list[int]:

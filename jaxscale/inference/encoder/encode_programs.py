@@ -9,7 +9,14 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +43,27 @@ class ProgramShape(NamedTuple):
     """Tokens per row."""
     room: int
     """Capacity of a row, in texts."""
+
+
+class Launched(NamedTuple):
+    """Rows that the device computes, for `Encoder.read`."""
+
+    pooled: bool
+    """Whether a text has one vector, or one for each token."""
+    rows: list[list[tuple[int, int]]]
+    """Index and length of each text of each row."""
+    result: Array
+    """[B, S, D] or [B, T, C]."""
+
+    def results(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Index and result of each text, fp32, once they are there."""
+        values = np.asarray(self.result, np.float32)
+        for row, value in zip(self.rows, values, strict=False):
+            place = 0
+            for slot, (index, length) in enumerate(row):
+                end = place + length
+                yield index, value[slot] if self.pooled else value[place:end]
+                place = end
 
 
 class Batch(NamedTuple):

@@ -6,11 +6,10 @@ Legend: B packed rows, T tokens per row, S sequences per row, D model, C labels.
 import collections
 import contextlib
 import functools
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -22,16 +21,18 @@ from jaxscale.checks import check_choice, check_type
 from jaxscale.inference.encoder.encode_plan import (
     EncodePlan,
     coarse_first,
+    default_budget,
     plan_rows,
     usual_capacities,
 )
 from jaxscale.inference.encoder.encode_programs import (
     EncodePrograms,
+    Launched,
     ProgramShape,
     answer,
     embed,
 )
-from jaxscale.inference.encoder.texts import Text, as_encoded, check_texts
+from jaxscale.inference.encoder.texts import Text, tokenized
 from jaxscale.inference.run_directory import is_run, load_run
 from jaxscale.keywords import explain_keywords
 from jaxscale.models.encoder import EncoderModel
@@ -44,23 +45,7 @@ from jaxscale.observability.bar import progress_bar
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
-logger = logging.getLogger("jaxscale.inference")
-
-_GPU_BUDGET = 16384
-_CPU_BUDGET = 512
-
 type Method = Literal["encode", "predict"]
-
-
-class Launched(NamedTuple):
-    """Rows that the device computes, for `Encoder.read`."""
-
-    pooled: bool
-    """Whether a text has one vector, or one for each token."""
-    rows: list[list[tuple[int, int]]]
-    """Index and length of each text of each row."""
-    result: Array
-    """[B, S, D] or [B, T, C]."""
 
 
 class Encoder:
@@ -253,10 +238,8 @@ class Encoder:
         width = self.model.config.d_model
         rows = np.empty((len(texts), width), np.float32)
         for launched in found:
-            values = np.asarray(launched.result, np.float32)
-            for row, value in zip(launched.rows, values, strict=False):
-                for slot, (index, _) in enumerate(row):
-                    rows[index] = value[slot]
+            for index, vector in self.read(launched):
+                rows[index] = vector
         return rows
 
     def predict(
@@ -358,7 +341,7 @@ class Encoder:
         check_choice("method", method, Method)
         check_choice("sizes", sizes, ("all", "largest"))
         if token_budget is None:
-            token_budget = self._budget([])
+            token_budget = default_budget(self.device.platform, [])
         plan_rows([], token_budget)  # raises for an invalid budget
         shapes = [
             ProgramShape(method, size, room)
@@ -383,30 +366,9 @@ class Encoder:
         Raises:
             ValueError: as `encode`.
         """
-        check_texts(texts)
+        vocab = self.model.config.vocab_size
         limit = self.max_length
-        encoded = self._encoded(texts, spans)
-        # The arrays are made here, since a server tokenizes on other threads.
-        long = [i for i, text in enumerate(encoded) if len(text.array) > limit]
-        if long and not truncate:
-            raise ValueError(
-                f"texts[{long[0]}] has {len(encoded[long[0]].ids)} tokens, more than "
-                f"max_length {limit} (and so have {len(long) - 1} others); shorten "
-                "them, or cut them with truncate=True"
-            )
-        if long:
-            logger.info(
-                "%d of %d texts are cut at %d tokens", len(long), len(encoded), limit
-            )
-            cut = self._encoded([texts[i] for i in long], spans, limit)
-            for i, text in zip(long, cut, strict=True):
-                encoded[i] = text
-        for i, text in enumerate(encoded):
-            # Characters without a token, such as a zero-width space, leave only the
-            # template.
-            if all(text.control):
-                raise ValueError(f"texts[{i}] {texts[i]!r} has no tokens; leave it out")
-        return encoded
+        return tokenized(texts, self.tokenizer, vocab, limit, truncate, spans)
 
     def launch(
         self,
@@ -438,13 +400,7 @@ class Encoder:
 
     def read(self, launched: Launched) -> Iterator[tuple[int, np.ndarray]]:
         """Index and result of each text, fp32, once they are there."""
-        values = np.asarray(launched.result, np.float32)
-        for row, value in zip(launched.rows, values, strict=False):
-            place = 0
-            for slot, (index, length) in enumerate(row):
-                end = place + length
-                yield index, value[slot] if launched.pooled else value[place:end]
-                place = end
+        return launched.results()
 
     @property
     def device(self) -> Any:
@@ -458,52 +414,13 @@ class Encoder:
 
     # --------------------------------------------------------------------------------
 
-    def _encoded(
-        self, texts: Sequence[Text], spans: bool, max_length: int | None = None
-    ) -> list[EncodedText]:
-        """Texts in tokens; token ids as they are."""
-        words = [text for text in texts if isinstance(text, (str, tuple))]
-        options: Any = {"max_length": max_length, "spans": spans}
-        found = self.tokenizer.encode_inputs(words, **options) if words else []
-        if len(found) == len(texts):
-            return found
-        made = iter(found)
-        vocab = self.model.config.vocab_size
-        encoded = []
-        for i, text in enumerate(texts):
-            if isinstance(text, EncodedText):
-                encoded.append(text)
-                continue
-            if not isinstance(text, list):
-                encoded.append(next(made))
-                continue
-            wrong = [token for token in text if not 0 <= token < vocab]
-            if wrong:
-                raise ValueError(
-                    f"texts[{i}] holds the token {wrong[0]}, outside the vocabulary of "
-                    f"{vocab}; token ids are those of the model's own tokenizer: send "
-                    "texts instead"
-                )
-            encoded.append(as_encoded(text[:max_length]))
-        return encoded
-
     def _plan(
         self, encoded: Sequence[EncodedText], token_budget: int | None
     ) -> EncodePlan:
         lengths = [len(text.ids) for text in encoded]
         if token_budget is None:
-            token_budget = self._budget(lengths)
+            token_budget = default_budget(self.device.platform, lengths)
         return plan_rows(lengths, token_budget, parts=self._num_rows)
-
-    def _budget(self, lengths: Sequence[int]) -> int:
-        """The default budget for the device and the longest text."""
-        if self.device.platform != "cpu":
-            return _GPU_BUDGET
-        # Attention on a CPU scores all pairs of a row, also across texts.
-        budget = _CPU_BUDGET
-        while budget < max(lengths, default=0):
-            budget *= 2
-        return budget
 
     def _run(
         self,
@@ -545,9 +462,8 @@ class Encoder:
         shape: ProgramShape,
     ) -> Launched:
         """Have the device compute rows of texts."""
-        batch = self._batch(
-            [[encoded[i] for i in row] for row in rows], shape.size, shape.room
-        )
+        texts = [[encoded[i] for i in row] for row in rows]
+        batch = self._batch(texts, shape.size, shape.room)
         lengths = [[(i, len(encoded[i].ids)) for i in row] for row in rows]
         pooled = shape.method in self._vectors
         return Launched(pooled, lengths, self._programs(shape, batch))

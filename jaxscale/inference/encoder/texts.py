@@ -1,10 +1,13 @@
-"""What encoders take for a text."""
+"""What encoders take for a text, and its tokens."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxscale.models.tokenizer import EncodedText
+from jaxscale.models.tokenizer import EncodedText, Tokenizer
 
+
+logger = logging.getLogger("jaxscale.inference")
 
 type Text = str | tuple[str, str] | list[int] | EncodedText
 """A text, a pair of texts, or the token ids of a text, control tokens included, as a
@@ -56,3 +59,70 @@ def check_texts(texts: Sequence[Text]) -> None:
             )
         if not all(part.strip() for part in parts):
             raise ValueError(f"texts[{i}] {text!r} is empty; leave it out")
+
+
+def tokenized(
+    texts: Sequence[Text],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    limit: int,
+    truncate: bool,
+    spans: bool,
+) -> list[EncodedText]:
+    """The tokens of texts; see `Encoder.tokenize`."""
+    check_texts(texts)
+    encoded = _encoded(texts, tokenizer, vocab_size, spans)
+    # The arrays are made here, since a server tokenizes on other threads.
+    long = [i for i, text in enumerate(encoded) if len(text.array) > limit]
+    if long and not truncate:
+        raise ValueError(
+            f"texts[{long[0]}] has {len(encoded[long[0]].ids)} tokens, more than "
+            f"max_length {limit} (and so have {len(long) - 1} others); shorten "
+            "them, or cut them with truncate=True"
+        )
+    if long:
+        logger.info(
+            "%d of %d texts are cut at %d tokens", len(long), len(encoded), limit
+        )
+        cut = _encoded([texts[i] for i in long], tokenizer, vocab_size, spans, limit)
+        for i, text in zip(long, cut, strict=True):
+            encoded[i] = text
+    for i, text in enumerate(encoded):
+        # Characters without a token, such as a zero-width space, leave only the
+        # template.
+        if all(text.control):
+            raise ValueError(f"texts[{i}] {texts[i]!r} has no tokens; leave it out")
+    return encoded
+
+
+def _encoded(
+    texts: Sequence[Text],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    spans: bool,
+    max_length: int | None = None,
+) -> list[EncodedText]:
+    """Texts in tokens; token ids as they are."""
+    words = [text for text in texts if isinstance(text, (str, tuple))]
+    options: Any = {"max_length": max_length, "spans": spans}
+    found = tokenizer.encode_inputs(words, **options) if words else []
+    if len(found) == len(texts):
+        return found
+    made = iter(found)
+    encoded = []
+    for i, text in enumerate(texts):
+        if isinstance(text, EncodedText):
+            encoded.append(text)
+            continue
+        if not isinstance(text, list):
+            encoded.append(next(made))
+            continue
+        wrong = [token for token in text if not 0 <= token < vocab_size]
+        if wrong:
+            raise ValueError(
+                f"texts[{i}] holds the token {wrong[0]}, outside the vocabulary of "
+                f"{vocab_size}; token ids are those of the model's own tokenizer: send "
+                "texts instead"
+            )
+        encoded.append(as_encoded(text[:max_length]))
+    return encoded

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import serving
 from benchmarks.measure import command
 from benchmarks.rivals import vllm_serving
+from benchmarks.workloads.serving_cases import DEFAULTS
 
 
 STAND_IN = {
@@ -87,7 +88,7 @@ def measured(params):
 
 def test_the_same_requests_at_both_sizes(stand_in, case):
     load = serving.load_of(dict(case.params), 0)
-    equal, default = measured(case.params), measured(case.params | serving.DEFAULTS)
+    equal, default = measured(case.params), measured(case.params | DEFAULTS)
     assert equal.metrics["slots"] == case.params["slots"] != 1024
     assert default.metrics["slots"] == 1024
     for result in (equal, default):

@@ -17,7 +17,7 @@ def test_it_suits_the_device_and_the_longest_text(monkeypatch):
     model = EncoderModel(config, rngs=nnx.Rngs(0))
     encoder = Encoder(model, tokenizer)
     assert encoder.plan(texts) == encoder.plan(texts, token_budget=512)
-    monkeypatch.setattr("jaxscale.inference.encoder.encoder._CPU_BUDGET", 16)
+    monkeypatch.setattr("jaxscale.inference.encoder.encode_plan._CPU_BUDGET", 16)
     longest = max(encoder.plan(texts).lengths)
     fits = 16
     while fits < longest:
