@@ -76,8 +76,8 @@ def tile_sparse_matmul(
         activation: "relu", "silu", "gelu" (exact), "gelu_tanh", or None.
         feature_major: whether features are the leading axis, of x and y or of each.
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, tiles of 64, 128 or
-            256), "triton" (Ampere, Ada and Hopper; the same types and tiles; needs the
-            extra ``triton``), "xla", a sequence of these, or None for the best.
+            256), "triton" (Ampere and later; the same types and tiles; needs the extra
+            ``triton``), "xla", a sequence of these, or None for the best.
         config: tiling of the Hopper kernel; None looks it up in
             `pallas_kernels.tuned_configs`. With one the kernel is tried first; other
             implementations refuse one given here.

@@ -1,4 +1,4 @@
-"""The tile-sparse matmul in Triton, through jax-triton: Ampere, Ada and Hopper.
+"""The tile-sparse matmul in Triton, for NVIDIA GPUs from Ampere on: the launches.
 
 Triton turns the gather of rows of feature-major x into 16-byte cp.async into shared
 memory, double-buffered by its pipeliner, and the matmuls into mma or wgmma. It shares

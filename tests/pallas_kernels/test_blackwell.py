@@ -70,7 +70,7 @@ def modules(case):
 
 
 @pytest.mark.parametrize("op", manifest.OPS)
-def test_all_others_need_hoppers_matmul(op):
+def test_all_others_need_hoppers_matmul(op, no_shape_hook):
     cases = list(manifest.OPS[op]())
     for case in cases if op in AS_THEY_ARE else cases[:1]:
         texts = modules(case)

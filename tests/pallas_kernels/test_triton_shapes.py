@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import importlib
+import math
 import random
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,11 @@ from pallas_kernels.mosaic import use_device
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.triton_call import check_triton
-from pallas_kernels.varlen_attention import varlen_attention
+from pallas_kernels.varlen_attention import (
+    RelativeBias,
+    RelativeBuckets,
+    varlen_attention,
+)
 from tests import manifest
 from tests.pallas_kernels.triton_compiled import CHIPS, compile_for
 from tests.pallas_kernels.triton_interpreter import installed
@@ -158,6 +164,36 @@ def test_random_shapes(capability, seed, monkeypatch):
     installed(monkeypatch)
     for fn, arguments in drawn(seed):
         traced(CHIPS[capability], fn, arguments)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "relative"),
+    [("triton", False), ("xla", False), ("xla", True), ("mosaic_gpu", True)],
+)
+def test_no_form_of_packed_attention_stores_scores(
+    implementation, relative, monkeypatch
+):
+    """Nothing in a program with gradients is as large as the scores of one head."""
+    installed(monkeypatch)
+    tokens = 8192
+    buckets = RelativeBuckets(span=16, max_distance=64)
+    q, terms = manifest.array(tokens, 2, 64), manifest.array(tokens, 2, 32)
+
+    def attend(q, terms):
+        bias = RelativeBias(query_terms=terms, key_terms=terms, buckets=buckets)
+        return varlen_attention(
+            *(q, q, q, jnp.array([0, tokens // 2, tokens])),
+            relative_bias=bias if relative else None,
+            implementation=implementation,
+        )
+
+    with use_device(CHIPS[90]):
+        text = str(jax.make_jaxpr(manifest.with_gradients(attend))(q, terms))
+    shapes = {
+        tuple(map(int, s.split(","))) for s in re.findall(r"\w\[([\d,]+)\]", text)
+    }
+    sizes = sorted(map(math.prod, shapes))
+    assert tokens * 2 * 64 <= sizes[-1] < tokens**2 / 8, sizes[-1]
 
 
 def test_gpus_that_are_too_small_are_refused(monkeypatch):
