@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import attention
+from pallas_kernels.decode_layer import LayerWeights, decode_layer
 from pallas_kernels.dispatch import recorded
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.matmul import matmul
@@ -125,6 +126,21 @@ _EXAMPLES: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
             _of(4096, 4096, dtype=_FP8),
             _of(4096, dtype=_FP32),
             _of(4096, dtype=_FP32),
+        ),
+    ),
+    "decode_layer": (
+        lambda attended, residual, layer: decode_layer(
+            attended, residual, layer, eps=1e-5
+        ),
+        (
+            _of(8, 4096),
+            _of(4096, 8, dtype=_FP32),
+            LayerWeights(
+                out=_of(4096, 4096),
+                mlp_norm=_of(4096),
+                gate_up=_of(4096, 16384),
+                down=_of(8192, 4096),
+            ),
         ),
     ),
     "matmul": (matmul, (_of(4096, 4096), _of(4096, 4096))),

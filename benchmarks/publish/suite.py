@@ -130,6 +130,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("matmul", "scaled_matmul"),
     ("matmul", "quantized_matmul"),
     ("attention", "paged_attention"),
+    ("serving", "decode_layer"),
     (
         "serving",
         "serving --case token_* --impl jaxscale torch_static_graphs torch_continuous "

@@ -37,19 +37,23 @@ def runs(
     x: Float[Array, "B T D"],
     state: Any,
     variants: Sequence[AttentionConfig],
+    implementation: str,
 ) -> bool:
-    """Whether `run` computes what the blocks do, and the kernel is there for it.
+    """Whether `run` computes what the blocks do, and can do so here.
 
     Args:
         blocks: The blocks of a decoder.
         x: The residual stream.
         state: The state of attention.
         variants: The attention of each layer.
+        implementation: Of `pallas_kernels.decode_layer.decode_layer`.
     """
     if isinstance(blocks, Block) or type(state) is not PagedRows or x.shape[1] != 1:
         return False
     if state.workspace is not None or not _are_plain(blocks, variants):
         return False
+    if implementation != "mosaic_gpu":
+        return True
     after = _projection(blocks[-1], variants[-1], state, {})
     attended = jnp.zeros((len(x), blocks[0].attention.out.kernel.shape[0]), x.dtype)
     residual = as_residual(x[:, 0])
@@ -61,7 +65,7 @@ def run(
     x: Float[Array, "B 1 D"],
     state: PagedRows,
     variants: Sequence[AttentionConfig],
-    implementation: str | None = "mosaic_gpu",
+    implementation: str,
 ) -> tuple[Float[Array, "B 1 D"], PagedRows]:
     """The residual stream after the last block, and the state.
 

@@ -72,6 +72,11 @@ class Decoder(Pretrained, nnx.Module):
 
     adapters: Any = None
     """A `jaxscale.models.adapters.AdapterStack`, for inference."""
+    decode_layer: str | None = None
+    """Implementation of `pallas_kernels.decode_layer.decode_layer` with which few
+    requests decode, ``"mosaic_gpu"`` or ``"xla"``, where the layers allow it; None runs
+    block by block. Set it on a model that `for_inference` returned.
+    """
 
     @explain_keywords
     def __init__(
@@ -349,8 +354,9 @@ class Decoder(Pretrained, nnx.Module):
             blocks = flat_stack(self.blocks, self.config.num_layers)
         if variants is None:
             variants = [self.config.attention(i) for i in range(self.config.num_layers)]
-        if whole and decode_layers.runs(blocks, x, state, variants):
-            return decode_layers.run(blocks, x, state, variants)
+        name = self.decode_layer if whole else None
+        if name and decode_layers.runs(blocks, x, state, variants, name):
+            return decode_layers.run(blocks, x, state, variants, name)
         return run_stack(
             blocks,
             x,

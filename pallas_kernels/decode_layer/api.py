@@ -6,6 +6,7 @@ values.
 """
 
 import dataclasses
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ from pallas_kernels.partition import check_local
 from pallas_kernels.tuned_configs import check_config
 
 
+# Transformations rebuild these classes around shapes, so that their fields cannot be
+# checked as arrays.
+@typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerWeights:
@@ -39,6 +43,7 @@ class LayerWeights:
     down: Shaped[Array, "F D"]
 
 
+@typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextProjection:

@@ -160,7 +160,12 @@ class _Block:
         return lax.fori_loop(begin, jnp.where(there, end, begin), piece, carry)
 
     def stream(
-        self, stage: Stage, name: str, copy: Callable[..., Any], carry: Any
+        self,
+        stage: Stage,
+        name: str,
+        copy: Callable[..., Any],
+        carry: Any,
+        after_first: Callable[[Any], None] | None = None,
     ) -> Any:
         """Fills a ring with the tiles of a stage.
 
@@ -169,6 +174,7 @@ class _Block:
             name: which ring.
             copy: ``copy(piece, k, slot, more) -> more`` starts the copies of a tile.
             carry: the slot to begin with, and what `copy` passes on.
+            after_first: ``after_first(more)`` runs after the first wave.
 
         Returns:
             The carry after the last tile.
@@ -185,7 +191,10 @@ class _Block:
             return lax.fori_loop(piece.first, piece.last, tile, carry)
 
         def wave(number: Scalar, carry: Any) -> Any:
-            return self.for_each_piece(stage, number, load, carry)
+            carry = self.for_each_piece(stage, number, load, carry)
+            if after_first is not None:
+                pl.when(number == 0)(functools.partial(after_first, carry[1]))
+            return carry
 
         return lax.fori_loop(0, stage.waves, wave, carry)
 
@@ -241,12 +250,16 @@ class _Block:
                 )
                 return ended
 
-            carry = slot, jnp.int32(0)
-            slot, ended = self.stream(stage, "activations", copy, carry)
-            if stage.norm is not None:
+            def factors(ended: Scalar, norm: Any = stage.norm, i: int = i) -> None:
                 last = self.stages[i - 1].features * GROUP - 1
                 self.wait_for_feature(i - 1, jnp.int32(last), ended)
-                self.factors(stage.norm)
+                self.factors(norm)
+
+            # Not after all waves: the units of the first, which multiply by the
+            # factors, would wait for copies that wait for these units.
+            after_first = None if stage.norm is None else factors
+            carry = slot, jnp.int32(0)
+            slot, _ = self.stream(stage, "activations", copy, carry, after_first)
         drain(ring, slot, self.schedule.activation_slots)
 
     def wait_for_feature(self, i: int, feature: Scalar, ended: Scalar) -> Scalar:

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxscale.models import Decoder, decode_layers, quantize
 from jaxscale.models.families.llama import llama_tiny
 from jaxscale.nn import PagedRows
+from pallas_kernels.dispatch import recorded
 from pallas_kernels.mosaic import H200, use_device
 from tests.decoding import decode, nan_pages
 
@@ -22,25 +23,14 @@ def make(dtype=jnp.float32, **changes):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_logits_are_those_of_the_blocks(bias, monkeypatch):
+def test_logits_are_those_of_the_blocks(bias):
     model = make(attention_bias=bias)
     tokens = jax.random.randint(jax.random.key(1), (3, 8), 0, model.config.vocab_size)
     want, pages = decode(model, tokens, 4, 1, 1, 1, 1)
-    calls = []
-
-    def runs(blocks, x, state, variants):
-        plain = decode_layers._are_plain(blocks, variants)
-        return plain and type(state) is PagedRows
-
-    def run(*arguments):
-        calls.append(arguments)
-        return original(*arguments, implementation="xla")
-
-    original = decode_layers.run
-    monkeypatch.setattr(decode_layers, "runs", runs)
-    monkeypatch.setattr(decode_layers, "run", run)
-    found, again = decode(model, tokens, 4, 1, 1, 1, 1)
-    assert len(calls) == 4
+    model.decode_layer = "xla"
+    with recorded() as choices:
+        found, again = decode(model, tokens, 4, 1, 1, 1, 1)
+    assert ("decode_layer", "xla") in choices
     np.testing.assert_allclose(found, want, atol=2e-5)
     np.testing.assert_allclose(again, pages, atol=2e-5)
 
@@ -94,7 +84,7 @@ def chosen(model, rows=2, queries=1):
     )
     x = jnp.zeros((rows, queries, model.config.d_model), model.dtype)
     variants = [model.config.attention(i) for i in range(model.config.num_layers)]
-    return decode_layers.runs(model.blocks, x, state, variants)
+    return decode_layers.runs(model.blocks, x, state, variants, "mosaic_gpu")
 
 
 def test_more_rows_or_tokens_run_as_blocks():

@@ -110,9 +110,9 @@ def interpreted(problem, given, num_sms=1, **config):
         (LAST, 1, {}),
         # More than one part for some tiles, and none for others; waves.
         (
-            {"m": 8, "features": 512, "heads": 4, "kv_heads": 2},
-            3,
-            {"tile_k": 64, "weight_slots": 3, "groups": 1, "waves": 2},
+            {"m": 8, "d_ff": 512, "features": 512, "heads": 4, "kv_heads": 2},
+            2,
+            {"weight_slots": 2, "activation_slots": 2, "groups": 1},
         ),
         # Two groups a warpgroup, and units of some of the rows.
         (

@@ -1,0 +1,160 @@
+"""All roles of all blocks get to their end, at real sizes: nothing waits in a circle.
+
+The roles are those of `mosaic_gpu`, without numbers: what they wait for and signal.
+The interpreter runs the kernel itself, but only for a few blocks and few tiles.
+"""
+
+import collections
+import dataclasses
+
+import pytest
+
+from pallas_kernels.decode_layer.config import (
+    WARPGROUPS,
+    DecodeLayerConfig,
+    Problem,
+    Schedule,
+)
+from pallas_kernels.decode_layer.specs import SPECS
+from pallas_kernels.mosaic import H200
+
+
+class Roles:
+    """Generators that yield conditions until these hold."""
+
+    def __init__(self, schedule):
+        self.schedule, self.stages = schedule, schedule.stages
+        self.signals = collections.Counter()
+        self.filled = collections.Counter()
+        self.freed = collections.Counter()
+        self.slots = {"w": schedule.weight_slots, "x": schedule.activation_slots}
+
+    def pieces(self, stage, worker):
+        """Column and tiles of each piece of a wave."""
+        if worker >= stage.shares:
+            return
+        first, last = stage.first_tile(worker), stage.first_tile(worker + 1)
+        for column in range(first // stage.depth, (last - 1) // stage.depth + 1):
+            start = column * stage.depth
+            tiles = range(max(first - start, 0), min(last - start, stage.depth))
+            yield column, tiles
+
+    def room(self, ring, worker):
+        taken = min(self.freed[ring, worker, n] for n in range(WARPGROUPS))
+        return self.filled[ring, worker] < taken + self.slots[ring]
+
+    def at_least(self, key, count):
+        return lambda: self.signals[key] >= count
+
+    def copy_weights(self, worker):
+        for stage in self.stages:
+            for _ in range(stage.waves):
+                for _, tiles in self.pieces(stage, worker):
+                    for _ in tiles:
+                        yield lambda: self.room("w", worker)
+                        self.filled["w", worker] += 1
+
+    def copy_activations(self, worker):
+        for i, stage in enumerate(self.stages):
+            before = self.stages[i - 1] if i else None
+            for wave in range(stage.waves):
+                for _, tiles in self.pieces(stage, worker):
+                    for tile in tiles:
+                        yield lambda: self.room("x", worker)
+                        if before is not None:
+                            k = stage.k_of(tile)
+                            last = before.wave_of((k + 1) * stage.tile_k - 1)
+                            for w in range(last + 1):
+                                yield self.at_least(
+                                    ("wave", i - 1, w), self.units(i - 1)
+                                )
+                        self.filled["x", worker] += 1
+                if stage.norm is not None and wave == 0:
+                    for w in range(before.waves):
+                        yield self.at_least(("wave", i - 1, w), self.units(i - 1))
+                    if worker < self.schedule.problem.rows // 8:
+                        self.signals["norm", stage.norm] += 1
+
+    def units(self, i):
+        return self.stages[i].wave_units
+
+    def compute(self, worker, number):
+        for i, stage in enumerate(self.stages):
+            for wave in range(stage.waves + 1):
+                if wave < stage.waves:
+                    for column, tiles in self.pieces(stage, worker):
+                        for _ in tiles:
+                            for ring in "xw":
+                                taken = ring, worker, number
+                                yield (
+                                    lambda ring=ring, taken=taken: (
+                                        self.filled[ring, worker] > self.freed[taken]
+                                    )
+                                )
+                            for ring in "xw":
+                                self.freed[ring, worker, number] += 1
+                        column = stage.column_of(wave * stage.span + column)
+                        count = stage.tile_groups // WARPGROUPS
+                        first = column * stage.tile_groups + number * count
+                        for group in range(first, first + count):
+                            self.signals["group", i, group] += 1
+                yield from self.finish(i, stage, wave - 1, worker, number)
+
+    def finish(self, i, stage, wave, worker, number):
+        me = number * self.schedule.workers + worker
+        for index in range(
+            max(wave, 0) * stage.wave_units, (wave + 1) * stage.wave_units
+        ):
+            if index % (WARPGROUPS * self.schedule.workers) != me:
+                continue
+            for group in stage.unit(index)[0]:
+                count = stage.parts(group // stage.tile_groups)
+                yield self.at_least(("group", i, group), count)
+            if stage.norm is not None:
+                norm = "norm", stage.norm
+                yield self.at_least(norm, self.schedule.problem.rows // 8)
+            self.signals["wave", i, wave] += 1
+
+    def run(self):
+        """How many roles do not end."""
+        waiting = [
+            [role, next(role, None)]
+            for worker in range(self.schedule.workers)
+            for role in (
+                self.copy_weights(worker),
+                self.copy_activations(worker),
+                *(self.compute(worker, n) for n in range(WARPGROUPS)),
+            )
+        ]
+        moved = True
+        while moved:
+            moved = False
+            for state in waiting:
+                while state[1] is not None and state[1]():
+                    state[1], moved = next(state[0], None), True
+        return sum(condition is not None for _, condition in waiting)
+
+
+def problem_of(spec):
+    sizes = dataclasses.asdict(spec)
+    del sizes["name"]
+    return Problem(features=spec.heads * spec.head_dim, **sizes)
+
+
+@pytest.mark.parametrize("workers", [132, 114])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_every_role_ends(spec, workers):
+    device = dataclasses.replace(H200, num_sms=workers)
+    config = DecodeLayerConfig()
+    schedule = Schedule(problem=problem_of(spec), config=config, device=device)
+    roles = Roles(schedule)
+    assert roles.run() == 0
+    for i, stage in enumerate(schedule.stages):
+        for wave in range(stage.waves):
+            assert roles.signals["wave", i, wave] == stage.wave_units
+
+
+def test_fewest_slots():
+    config = DecodeLayerConfig(weight_slots=2, activation_slots=2)
+    schedule = Schedule(problem=problem_of(SPECS[0]), config=config, device=H200)
+    assert Roles(schedule).run() == 0
