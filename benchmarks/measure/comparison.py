@@ -367,7 +367,7 @@ def source(rows: Sequence[records.Record]) -> str:
         f"{join('date')}{worst}.",
         88,
     )
-    note = f" {STALE_NOTE}." if stale(rows) else ""
+    note = f"\n{STALE_NOTE}." if stale(rows) else ""
     return (
         f"{join('device')} x {join('num_devices')}.{note}\n\n"
         "<details><summary>Commands, commits and versions</summary>\n\n"

@@ -200,7 +200,7 @@ def documents(root: pathlib.Path) -> list[pathlib.Path]:
 
 def _unmarked(text: str) -> str:
     """A document without the marks of stale rows."""
-    text = text.replace(f" {comparison.STALE_NOTE}.", "")
+    text = re.sub(rf"\n+{comparison.STALE_NOTE}\.", "", text)
     return text.replace(f" {comparison.STALE}", "")
 
 
