@@ -197,6 +197,12 @@ class Problem:
         return self.head_dim // CHUNK
 
     @property
+    def score_chunks(self) -> int:
+        """Those of queries and keys that hold more than padding."""
+        latent = (self.head_dim, self.value_size) == LATENT_GRADIENT_DIMS
+        return LATENT_DIMS[0] // CHUNK if latent else self.chunks
+
+    @property
     def value_size(self) -> int:
         """Columns of a head of the values."""
         return self.value_dim or self.head_dim

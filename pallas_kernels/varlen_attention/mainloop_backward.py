@@ -220,10 +220,15 @@ class BackwardMainloop:
     # --- pieces of a step -------------------------------------------------------------
 
     def start_scores(
-        self, acc: Ref, left: Any, right: Any, held: tuple[Any, ...] = ()
+        self,
+        acc: Ref,
+        left: Any,
+        right: Any,
+        chunks: int,
+        held: tuple[Any, ...] = (),
     ) -> None:
         """Starts keys by queries, one wgmma group a chunk."""
-        for c in range(left.shape[0]):
+        for c in range(chunks):
             columns = right.at[c, self.queries].transpose((1, 0))
             rows = pl.ds(self.key_offset, ROWS)
             here = held[c] if c < len(held) else left.at[self.zero + c, rows]
@@ -378,10 +383,12 @@ class OwnKeys(BackwardMainloop):
         plgpu.barrier_wait(scratch["q_full"].at[stage])
 
         def weights(s_acc: Ref, dp_acc: Ref) -> tuple[Any, ...]:
-            self.start_scores(s_acc, self.k_smem, self.q_smem.at[stage], self.held)
+            chunks, behind = self.problem.score_chunks, self.problem.value_chunks
+            q = self.q_smem.at[stage]
+            self.start_scores(s_acc, self.k_smem, q, chunks, self.held)
             plgpu.barrier_wait(scratch["do_full"].at[do_stage])
-            self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage])
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.problem.value_chunks)
+            self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage], behind)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=behind)
             p, derivative = self.weights(s, stage, index, full)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
             if begin:
@@ -473,10 +480,12 @@ class SharedKeys(BackwardMainloop):
         plgpu.barrier_wait(scratch["q_full"].at[stage])
 
         def weights(s_acc: Ref, dp_acc: Ref) -> Any:
-            self.start_scores(s_acc, self.k_smem, self.q_smem.at[stage], self.held)
+            chunks, behind = self.problem.score_chunks, self.problem.value_chunks
+            q = self.q_smem.at[stage]
+            self.start_scores(s_acc, self.k_smem, q, chunks, self.held)
             plgpu.barrier_wait(scratch["do_full"].at[do_stage])
-            self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage])
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.problem.value_chunks)
+            self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage], behind)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=behind)
             p, derivative = self.weights(s, stage, index, full)
             store_columns(p_smem, p.astype(dtype), self.query_offset)
             self.meet("p_full")

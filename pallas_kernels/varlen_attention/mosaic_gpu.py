@@ -272,7 +272,8 @@ def _by_row(x: Inputs, head_dims: tuple[int, int] | None = None) -> Inputs:
     """
     if head_dims is None:
         widest = max(x.q.shape[3], x.v.shape[3])
-        head_dims = (min(n for n in HEAD_DIMS if n >= widest),) * 2
+        size = min(n for n in HEAD_DIMS if n >= widest)
+        head_dims = size, size
     head_dim, value_dim = head_dims
 
     def per_head(a: Array | None) -> Array | None:
