@@ -64,22 +64,22 @@ def company(name: str, gpus: int) -> tuple[str, ...]:
 
 
 _ATTENTION = (
-    "--impl mosaic_gpu cudnn_packed cudnn_padded torch_varlen tokamax "
-    "flash_attn_3 flash_attn_4 flash_attn_4_deterministic"
+    "--impl mosaic_gpu mosaic_gpu_any_order cudnn_packed cudnn_padded torch_varlen "
+    "tokamax flash_attn_3 flash_attn_4 flash_attn_4_deterministic"
 )
 _TRAINING = "--skip jaxscale_scan jaxscale_fp8* --samples 10"
 
 COMMANDS: tuple[tuple[str, str], ...] = (
     (
         "attention",
-        "varlen_attention --case dense_* --impl mosaic_gpu mosaic_gpu_static "
-        "cudnn_packed cudnn_padded jax_sample torch_varlen torch_sdpa flash_attn_3 "
-        "flash_attn_4 flash_attn_4_deterministic tokamax",
+        "varlen_attention --case dense_* --impl mosaic_gpu mosaic_gpu_any_order "
+        "mosaic_gpu_static cudnn_packed cudnn_padded jax_sample torch_varlen "
+        "torch_sdpa flash_attn_3 flash_attn_4 flash_attn_4_deterministic tokamax",
     ),
     ("attention", f"varlen_attention --case bert_base_* {_ATTENTION}"),
     (
         "attention",
-        f"varlen_attention --case llama_* prefill_* falcon_* {_ATTENTION}",
+        f"varlen_attention --case llama_* prefill_* falcon_* deepseek_* {_ATTENTION}",
     ),
     (
         "attention",

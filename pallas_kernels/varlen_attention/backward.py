@@ -186,14 +186,14 @@ def backward(
     slots = table.shape[0]
     extra = [] if x.slopes is None else [x.slopes]
     key_heads = problem.kv_heads * blocks.splits
-    by_key_head = (*x.k.shape[:2], key_heads, problem.head_dim)
+    by_key_head = (*x.k.shape[:2], key_heads)
     outputs = [
         jax.ShapeDtypeStruct(
             (q_slots, problem.heads, units(problem, blocks), *FLAT), jnp.float32
         ),
         jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
-        jax.ShapeDtypeStruct(by_key_head, x.k.dtype),
-        jax.ShapeDtypeStruct(by_key_head, x.v.dtype),
+        jax.ShapeDtypeStruct((*by_key_head, problem.head_dim), x.k.dtype),
+        jax.ShapeDtypeStruct((*by_key_head, problem.value_size), x.v.dtype),
     ]
     if scores.alibi:
         shape = (slots, problem.heads, BACKWARD_CONSUMERS * ROWS)
@@ -301,7 +301,10 @@ def _scratch(problem: Problem, blocks: BackwardBlocks) -> dict[str, Any]:
     """Shared memory of a block."""
     stages, chunks, dtype = blocks.stages, problem.chunks, problem.dtype
     do_stages, parts = blocks.gradient_stages, blocks.block_q // ROWS
-    keys = chunked((), blocks.block_k, chunks, dtype)
+    value_chunks = problem.value_chunks
+    keys, values = (
+        chunked((), blocks.block_k, n, dtype) for n in (chunks, value_chunks)
+    )
     scores = functools.partial(
         plgpu.SMEM, dtype=dtype, transforms=smem_transforms(ROWS, dtype)
     )
@@ -321,15 +324,15 @@ def _scratch(problem: Problem, blocks: BackwardBlocks) -> dict[str, Any]:
         }
     return {
         "k_smem": keys,
-        "v_smem": keys,
+        "v_smem": values,
         "q_smem": chunked((stages,), blocks.block_q, chunks, dtype),
-        "do_smem": chunked((do_stages,), blocks.block_q, chunks, dtype),
+        "do_smem": chunked((do_stages,), blocks.block_q, value_chunks, dtype),
         "stats_smem": plgpu.SMEM((stages, 2, blocks.block_q), jnp.float32),
         "ds_smem": scores((1 if blocks.shared else 2, parts, blocks.block_k, ROWS)),
         "dq_smem": plgpu.SMEM((BACKWARD_CONSUMERS, *FLAT), jnp.float32),
-        "kv_full": plgpu.Barrier(num_arrivals=2 * chunks),
+        "kv_full": plgpu.Barrier(num_arrivals=chunks + value_chunks),
         "q_full": plgpu.Barrier(num_arrivals=chunks + 1, num_barriers=stages),
-        "do_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=do_stages),
+        "do_full": plgpu.Barrier(num_arrivals=value_chunks, num_barriers=do_stages),
         "q_empty": both(num_barriers=stages),
         "do_empty": both(num_barriers=do_stages),
         "dq_full": one(num_barriers=BACKWARD_CONSUMERS),

@@ -42,6 +42,9 @@ LATENT_DIMS = (192, 128)
 """Head dims of queries and keys and of values in multi-head latent attention, which has
 a forward kernel of its own size."""
 
+LATENT_GRADIENT_DIMS = (256, 128)
+"""What these are padded to in the backward pass."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardBlocks:
@@ -194,6 +197,12 @@ class Problem:
         return self.head_dim // CHUNK
 
     @property
+    def score_chunks(self) -> int:
+        """Those of queries and keys that hold more than padding."""
+        latent = (self.head_dim, self.value_size) == LATENT_GRADIENT_DIMS
+        return LATENT_DIMS[0] // CHUNK if latent else self.chunks
+
+    @property
     def value_size(self) -> int:
         """Columns of a head of the values."""
         return self.value_dim or self.head_dim
@@ -223,14 +232,18 @@ def backward_smem(problem: Problem, blocks: BackwardBlocks) -> int:
     if blocks.consumers == 1:
         tiles = 4 + 2 * blocks.stages  # two of its own, two a step, weights and ds
         return tiles * smem_bytes((ROWS, problem.head_dim), problem.dtype) + 2048
-    queries = smem_bytes((blocks.block_q, problem.head_dim), problem.dtype)
-    keys = smem_bytes((blocks.block_k, problem.head_dim), problem.dtype)
+    queries, gradients = (
+        smem_bytes((blocks.block_q, columns), problem.dtype)
+        for columns in (problem.head_dim, problem.value_size)
+    )
+    columns = problem.head_dim + problem.value_size
+    keys = smem_bytes((blocks.block_k, columns), problem.dtype)
     # Ds twice, or weights and ds.
     scores = 2 * smem_bytes((blocks.block_q, blocks.block_k), problem.dtype)
     sums = smem_bytes((BACKWARD_CONSUMERS * ROWS, CHUNK), jnp.float32)
     stats = smem_bytes((blocks.stages, 2, blocks.block_q), jnp.float32)
-    steps = blocks.stages + blocks.gradient_stages
-    return 2 * keys + steps * queries + scores + sums + stats + 2048
+    steps = blocks.stages * queries + blocks.gradient_stages * gradients
+    return keys + steps + scores + sums + stats + 2048
 
 
 def forward_blocks(

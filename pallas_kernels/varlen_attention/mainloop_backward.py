@@ -126,15 +126,14 @@ class BackwardMainloop:
         """The queries of this warpgroup."""
         return pl.ds(self.query_offset, self.shape[1])
 
-    @property
-    def sum_chunks(self) -> int:
-        """Chunks of 64 columns of dk and dv that it sums."""
-        return self.problem.chunks // (BACKWARD_CONSUMERS if self.blocks.shared else 1)
+    def sums_shape(self, chunks: int) -> tuple[int, int]:
+        """The shape of its sums of dk or dv, which have so many chunks of columns."""
+        sharing = BACKWARD_CONSUMERS if self.blocks.shared else 1
+        return ROWS, chunks // sharing * CHUNK
 
-    @property
-    def first_chunk(self) -> Any:
-        """The first of them."""
-        return self.warpgroup * self.sum_chunks if self.blocks.shared else 0
+    def first_chunk(self, sums: Any) -> Any:
+        """The first chunk of columns of such sums."""
+        return self.warpgroup * (sums.shape[1] // CHUNK) if self.blocks.shared else 0
 
     def free(self) -> dict[str, int]:
         """Barriers that say what may be written, and how many of each: all of it."""
@@ -148,8 +147,11 @@ class BackwardMainloop:
         plgpu.barrier_wait(self.scratch["kv_full"])
         keys = self.k_smem.at[:, pl.ds(self.key_offset, ROWS)]
         self.held = in_registers(keys, min(self.blocks.held, self.problem.chunks))
-        acc = plgpu.WGMMAAccumulatorRef((ROWS, self.sum_chunks * CHUNK), jnp.float32)
-        return pl.run_scoped(functools.partial(self._loop, slope_ref), acc, acc)
+        sums = (
+            plgpu.WGMMAAccumulatorRef(self.sums_shape(chunks), jnp.float32)
+            for chunks in (self.problem.chunks, self.problem.value_chunks)
+        )
+        return pl.run_scoped(functools.partial(self._loop, slope_ref), *sums)
 
     def store(self, ref: Ref, values: Any) -> None:
         """Writes its part of dk or dv of the tile to ``[S, H]``."""
@@ -157,7 +159,7 @@ class BackwardMainloop:
         start, stop = self.read("k_first") - offset, self.read("k_stop") - offset
         here = ref.at[
             pl.ds(self.read("k_base") + offset, ROWS),
-            pl.ds(self.first_chunk * CHUNK, self.sum_chunks * CHUNK),
+            pl.ds(self.first_chunk(values) * CHUNK, values.shape[1]),
         ]
         store_rows(here, values.astype(self.problem.dtype), start, stop)
 
@@ -218,10 +220,15 @@ class BackwardMainloop:
     # --- pieces of a step -------------------------------------------------------------
 
     def start_scores(
-        self, acc: Ref, left: Any, right: Any, held: tuple[Any, ...] = ()
+        self,
+        acc: Ref,
+        left: Any,
+        right: Any,
+        chunks: int,
+        held: tuple[Any, ...] = (),
     ) -> None:
         """Starts keys by queries, one wgmma group a chunk."""
-        for c in range(self.problem.chunks):
+        for c in range(chunks):
             columns = right.at[c, self.queries].transpose((1, 0))
             rows = pl.ds(self.key_offset, ROWS)
             here = held[c] if c < len(held) else left.at[self.zero + c, rows]
@@ -230,7 +237,7 @@ class BackwardMainloop:
     def start_sum(self, acc: Ref, left: Any, right: Any, c: int) -> None:
         """Starts a matmul of keys by queries, a chunk of columns of dk or dv."""
         columns = acc.at[:, c * CHUNK : (c + 1) * CHUNK]
-        plgpu.wgmma(columns, left, right.at[self.first_chunk + c])
+        plgpu.wgmma(columns, left, right.at[self.first_chunk(acc) + c])
 
     def start_dq(self, acc: Ref, buffer: Scalar, n: int) -> None:
         """Starts the nth of its parts of dq; both warpgroups' ds lies in the buffer."""
@@ -376,10 +383,12 @@ class OwnKeys(BackwardMainloop):
         plgpu.barrier_wait(scratch["q_full"].at[stage])
 
         def weights(s_acc: Ref, dp_acc: Ref) -> tuple[Any, ...]:
-            self.start_scores(s_acc, self.k_smem, self.q_smem.at[stage], self.held)
+            chunks, behind = self.problem.score_chunks, self.problem.value_chunks
+            q = self.q_smem.at[stage]
+            self.start_scores(s_acc, self.k_smem, q, chunks, self.held)
             plgpu.barrier_wait(scratch["do_full"].at[do_stage])
-            self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage])
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.problem.chunks)
+            self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage], behind)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=behind)
             p, derivative = self.weights(s, stage, index, full)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
             if begin:
@@ -471,10 +480,12 @@ class SharedKeys(BackwardMainloop):
         plgpu.barrier_wait(scratch["q_full"].at[stage])
 
         def weights(s_acc: Ref, dp_acc: Ref) -> Any:
-            self.start_scores(s_acc, self.k_smem, self.q_smem.at[stage], self.held)
+            chunks, behind = self.problem.score_chunks, self.problem.value_chunks
+            q = self.q_smem.at[stage]
+            self.start_scores(s_acc, self.k_smem, q, chunks, self.held)
             plgpu.barrier_wait(scratch["do_full"].at[do_stage])
-            self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage])
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.problem.chunks)
+            self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage], behind)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=behind)
             p, derivative = self.weights(s, stage, index, full)
             store_columns(p_smem, p.astype(dtype), self.query_offset)
             self.meet("p_full")
@@ -488,12 +499,14 @@ class SharedKeys(BackwardMainloop):
             self.meet("ds_full")
             # Parts of dq as far apart as can be: the producer has room for one of each
             # warpgroup, and adds it while the others are multiplied.
+            more = range(1, dv.shape[1] // CHUNK)
             self.start_dq(dq_accs[0], buffer, 0)
-            self.start_sum(dv, p_smem, self.do_smem.at[do_stage], 1)
+            for c in more:
+                self.start_sum(dv, p_smem, self.do_smem.at[do_stage], c)
             self.start_dq(dq_accs[1], buffer, 1)
             for c in range(2):
                 self.start_sum(dk, buffer.at[0], self.q_smem.at[stage], c)
-            plgpu.wgmma_wait(4)
+            plgpu.wgmma_wait(3 + len(more))
             self.hand_over_dq(dq_accs[0])
             plgpu.wgmma_wait(3)
             plgpu.barrier_arrive(scratch["do_empty"].at[do_stage])

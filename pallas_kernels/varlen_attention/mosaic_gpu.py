@@ -38,6 +38,7 @@ from pallas_kernels.varlen_attention.config import (
     BACKWARD_TILES,
     HEAD_DIMS,
     LATENT_DIMS,
+    LATENT_GRADIENT_DIMS,
     MOST_SHORT_SEQUENCES,
     ROWS,
     BackwardBlocks,
@@ -65,10 +66,10 @@ def varlen_attention_mosaic_gpu(
 ) -> Passes:
     """The passes by the Hopper kernels, if they can serve the inputs.
 
-    Head dims other than 64, 128 and 256 are padded with zeros to the next of them; in
-    the forward pass up to 192 with values of up to 128 to these (`LATENT_DIMS`). The
-    gradient with a relative bias is that of the portable implementation where there is
-    no kernel for it (`_Kernels.has_backward`).
+    Head dims other than 64, 128 and 256 are padded with zeros to the next of them, but
+    up to 192 with values of up to 128 to these (`LATENT_DIMS`), and to 256 and 128 in
+    the backward pass. The gradient with a relative bias is that of the portable
+    implementation where there is no kernel for it (`_Kernels.has_backward`).
     """
     device = check_hopper(device, "varlen_attention")
     check_local("varlen_attention", x.q, x.k, x.v)
@@ -125,10 +126,18 @@ class _Kernels:
 
     def forward_rows(self, x: Inputs) -> Inputs:
         """The arrays that the forward kernel reads."""
+        latent = self.is_latent(x) and self.config.forward is None
+        return _by_row(x, LATENT_DIMS if latent else None)
+
+    def backward_rows(self, x: Inputs) -> Inputs:
+        """The arrays that the backward kernel reads."""
+        return _by_row(x, LATENT_GRADIENT_DIMS if self.is_latent(x) else None)
+
+    def is_latent(self, x: Inputs) -> bool:
+        """Whether heads have the sizes of multi-head latent attention."""
         most, most_values = LATENT_DIMS
-        latent = most_values < x.q.shape[3] <= most and x.v.shape[3] <= most_values
-        other = self.config.forward or self.scores.relative
-        return _by_row(x, LATENT_DIMS if latent and not other else None)
+        fits = most_values < x.q.shape[3] <= most and x.v.shape[3] <= most_values
+        return fits and self.scores.relative is None
 
     def forward(self, x: Inputs, with_rest: bool) -> tuple[Array, Array, Array | None]:
         """``(out, lse, rest)``."""
@@ -149,7 +158,7 @@ class _Kernels:
 
     def backward(self, x: Inputs, dout: Array, lse: Array, delta: Array) -> Inputs:
         """The gradients."""
-        by_row = _by_row(x._replace(sinks=None))
+        by_row = self.backward_rows(x._replace(sinks=None))
         if not self.has_backward(_problem(by_row)):
             portable = xla.default_passes(self.scores, x, self.device)
             return portable.backward(x, dout, lse, delta)
@@ -263,7 +272,8 @@ def _by_row(x: Inputs, head_dims: tuple[int, int] | None = None) -> Inputs:
     """
     if head_dims is None:
         widest = max(x.q.shape[3], x.v.shape[3])
-        head_dims = (min(n for n in HEAD_DIMS if n >= widest),) * 2
+        size = min(n for n in HEAD_DIMS if n >= widest)
+        head_dims = size, size
     head_dim, value_dim = head_dims
 
     def per_head(a: Array | None) -> Array | None:

@@ -650,7 +650,7 @@ def test_shared_memory_suffices_for_every_spec():
         blocks = forward_blocks(problem, H200)
         check_smem(forward_smem(problem, blocks), H200, spec.name)
         if spec.value_dim is not None:  # gradients are those of padded heads
-            problem = dataclasses.replace(problem, head_dim=256, value_dim=None)
+            problem = dataclasses.replace(problem, head_dim=256)
         blocks = backward_blocks(problem, H200)
         check_smem(backward_smem(problem, blocks), H200, spec.name)
 
