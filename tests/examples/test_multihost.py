@@ -154,7 +154,8 @@ def test_llama_by_slurm_and_by_jobset(job, monkeypatch):
     start("python", *script, "--output-dir=alone")
     assert losses("alone") == pytest.approx(expected, rel=1e-5)
     for directory in ("alone", "slurm"):
-        log = start("python", *script, "--steps=4", f"--output-dir={directory}")
+        longer = ["--steps=4", "--optimizer.schedule-steps=3"]
+        log = start("python", *script, *longer, f"--output-dir={directory}")
         assert "step 4 of 4, 1 processes" in log
     assert losses("slurm") == pytest.approx(losses("alone"), rel=1e-5)
     assert len(losses("slurm")) == 4

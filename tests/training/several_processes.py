@@ -210,7 +210,7 @@ def answer(count: int, model: Path, out: Path, cpu: bool) -> str:
             except OSError:  # it does not listen yet, or is not ready
                 if time.monotonic() > deadline or any(p.poll() for p in processes):
                     logs = [p.read_text(errors="replace") for p in out.glob("*.log")]
-                    raise RuntimeError("\n".join(x[-2000:] for x in logs)) from None
+                    raise RuntimeError("\n".join(x[:2000] for x in logs)) from None
                 time.sleep(0.5)
         for process in processes:
             process.send_signal(signal.SIGTERM)
