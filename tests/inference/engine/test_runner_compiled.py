@@ -79,8 +79,8 @@ def test_a_layer_is_one_launch_between_two_attentions():
     assert len(calls) == 2 * layers
     # The angles of the rotary embedding are computed once, between the first two.
     assert calls[-1] - calls[0] + 1 <= 3 * layers + 1
-    logits = 8 * preset("llama3_8b").vocab_size * 4
-    assert [w for w in found.written(6 * MIB) if w.size > logits] == []
+    copied = (w for w in found.written(6 * MIB) if "mosaic_gpu" not in w.operation)
+    assert [w for w in copied if w.size > 8 * preset("llama3_8b").vocab_size * 4] == []
 
 
 @pytest.mark.parametrize("count", [1, *exhaustive(4)])
