@@ -84,8 +84,9 @@ def implementation(name):
 
     def make(params):
         def run(*operands):
-            residual, (q, _) = decode_layer(*operands, eps=EPS, implementation=name)
-            return residual, q
+            residual, heads = decode_layer(*operands, eps=EPS, implementation=name)
+            assert heads is not None  # a projection is among the operands
+            return residual, heads[0]
 
         return chain(params, run)
 
@@ -103,6 +104,7 @@ def definition(params):
         residual, qkv = reference.decode_layer(
             given, heads=s.heads + s.kv_heads, head_dim=s.head_dim, eps=EPS
         )
+        assert qkv is not None
         return residual, qkv[:, : s.heads * s.head_dim]
 
     return chain(params, run)

@@ -74,7 +74,7 @@ def table(found: Mapping[str, str]) -> str:
     return "\n".join(f"{op:{width}}  {name}" for op, name in rows)
 
 
-def _of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def _of(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

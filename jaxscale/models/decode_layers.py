@@ -61,18 +61,18 @@ def runs(
 
 
 def run(
-    blocks: Sequence[Block],
+    blocks: Any,
     x: Float[Array, "B 1 D"],
-    state: PagedRows,
+    state: Any,
     variants: Sequence[AttentionConfig],
     implementation: str,
-) -> tuple[Float[Array, "B 1 D"], PagedRows]:
+) -> tuple[Float[Array, "B 1 D"], Any]:
     """The residual stream after the last block, and the state.
 
     Args:
         blocks: Blocks of which `runs` is true.
         x: The residual stream. Within the layers it is in fp32.
-        state: The state of attention.
+        state: The state of attention, of type `PagedRows`.
         variants: The attention of each layer.
         implementation: Of `pallas_kernels.decode_layer.decode_layer`.
     """

@@ -75,7 +75,8 @@ class Decoder(Pretrained, nnx.Module):
     decode_layer: str | None = None
     """Implementation of `pallas_kernels.decode_layer.decode_layer` with which few
     requests decode, ``"mosaic_gpu"`` or ``"xla"``, where the layers allow it; None runs
-    block by block. Set it on a model that `for_inference` returned.
+    block by block. Set it on a model that `for_inference` returned. Experimental: on a
+    GPU the kernel has run alone, not yet in whole decode steps.
     """
 
     @explain_keywords

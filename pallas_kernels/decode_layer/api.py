@@ -75,7 +75,12 @@ def as_residual(x: Float[Array, "M D"]) -> Float[Array, "D R"]:
 
 
 def from_residual(residual: Float[Array, "D R"], m: int) -> Float[Array, "M D"]:
-    """The rows of a residual stream, in fp32."""
+    """The rows of a residual stream, in fp32.
+
+    Args:
+        residual: the stream, feature-major.
+        m: how many rows there are.
+    """
     return residual.T[:m]
 
 
@@ -165,7 +170,11 @@ def declines(
 ) -> str | None:
     """Why the kernel cannot serve a call of `decode_layer` here; None if it can.
 
-    Only shapes and types of the arrays count.
+    Args:
+        attended: as there; of all arrays only shapes and types count.
+        residual: as there.
+        layer: as there.
+        projection: as there.
     """
     problem = _problem(attended, residual, layer, projection)
     operands = _operands(attended, residual, layer, projection)

@@ -14,6 +14,7 @@ from jaxscale.nn import PagedRows
 from pallas_kernels.dispatch import recorded
 from pallas_kernels.mosaic import H200, use_device
 from tests.decoding import decode, nan_pages
+from tests.tolerances import relative_error
 
 
 def make(dtype=jnp.float32, **changes):
@@ -94,3 +95,15 @@ def test_more_rows_or_tokens_run_as_blocks():
         assert not chosen(model, 128)
         assert not chosen(model, 12)
         assert not chosen(model, 2, queries=3)
+
+
+@pytest.mark.gpu
+def test_the_kernel_decodes_as_the_blocks():
+    model = make(jnp.bfloat16, **WIDE)
+    tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, model.config.vocab_size)
+    want, _ = decode(model, tokens, 4, 1, 1, 1, 1)
+    model.decode_layer = "mosaic_gpu"
+    with recorded() as choices:
+        found, _ = decode(model, tokens, 4, 1, 1, 1, 1)
+    assert ("decode_layer", "mosaic_gpu") in choices
+    assert relative_error(found, want) < 0.05

@@ -82,7 +82,15 @@ def abstract_decoder(devices, config, weights=None):
 
 
 def program(
-    devices, name, num_pages, key, fp8=False, num_slots=32, weights=None, sums=None
+    devices,
+    name,
+    num_pages,
+    key,
+    fp8=False,
+    num_slots=32,
+    weights=None,
+    sums=None,
+    layer=None,
 ):
     """One program of a model with two layers."""
     config = dataclasses.replace(preset(name), num_layers=2)
@@ -97,6 +105,7 @@ def program(
     )
     buckets = [bucket for bucket in BUCKETS if bucket <= num_slots]
     model = abstract_decoder(devices, config, weights)
+    model.decode_layer = layer
     mixed = [(key[1], key[3])] if key[0] == "mixed" else ()
     runner = Runner(
         model,

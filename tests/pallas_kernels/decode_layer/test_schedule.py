@@ -20,7 +20,7 @@ from pallas_kernels.mosaic import H200
 
 
 class Roles:
-    """Generators that yield conditions until these hold."""
+    """Generators that yield conditions, and what they say, until these hold."""
 
     def __init__(self, schedule):
         self.schedule, self.stages = schedule, schedule.stages
@@ -43,15 +43,20 @@ class Roles:
         taken = min(self.freed[ring, worker, n] for n in range(WARPGROUPS))
         return self.filled[ring, worker] < taken + self.slots[ring]
 
+    def tile(self, ring, worker, number):
+        filled, freed = self.filled, self.freed
+        key = ring, worker, number
+        return lambda: filled[ring, worker] > freed[key], f"a tile of {ring}"
+
     def at_least(self, key, count):
-        return lambda: self.signals[key] >= count
+        return lambda: self.signals[key] >= count, f"{key} of {count}"
 
     def copy_weights(self, worker):
         for stage in self.stages:
             for _ in range(stage.waves):
                 for _, tiles in self.pieces(stage, worker):
                     for _ in tiles:
-                        yield lambda: self.room("w", worker)
+                        yield lambda: self.room("w", worker), "room for weights"
                         self.filled["w", worker] += 1
 
     def copy_activations(self, worker):
@@ -60,7 +65,7 @@ class Roles:
             for wave in range(stage.waves):
                 for _, tiles in self.pieces(stage, worker):
                     for tile in tiles:
-                        yield lambda: self.room("x", worker)
+                        yield lambda: self.room("x", worker), "room for activations"
                         if before is not None:
                             k = stage.k_of(tile)
                             last = before.wave_of((k + 1) * stage.tile_k - 1)
@@ -85,12 +90,7 @@ class Roles:
                     for column, tiles in self.pieces(stage, worker):
                         for _ in tiles:
                             for ring in "xw":
-                                taken = ring, worker, number
-                                yield (
-                                    lambda ring=ring, taken=taken: (
-                                        self.filled[ring, worker] > self.freed[taken]
-                                    )
-                                )
+                                yield self.tile(ring, worker, number)
                             for ring in "xw":
                                 self.freed[ring, worker, number] += 1
                         column = stage.column_of(wave * stage.span + column)
@@ -116,23 +116,25 @@ class Roles:
             self.signals["wave", i, wave] += 1
 
     def run(self):
-        """How many roles do not end."""
-        waiting = [
-            [role, next(role, None)]
+        """What roles wait for forever, by role."""
+        end = None, ""
+        waiting = {
+            f"{name} of block {worker}": [role, next(role, end)]
             for worker in range(self.schedule.workers)
-            for role in (
-                self.copy_weights(worker),
-                self.copy_activations(worker),
-                *(self.compute(worker, n) for n in range(WARPGROUPS)),
-            )
-        ]
+            for name, role in {
+                "weights": self.copy_weights(worker),
+                "activations": self.copy_activations(worker),
+                "multiply 0": self.compute(worker, 0),
+                "multiply 1": self.compute(worker, 1),
+            }.items()
+        }
         moved = True
         while moved:
             moved = False
-            for state in waiting:
-                while state[1] is not None and state[1]():
-                    state[1], moved = next(state[0], None), True
-        return sum(condition is not None for _, condition in waiting)
+            for state in waiting.values():
+                while (holds := state[1][0]) is not None and holds():
+                    state[1], moved = next(state[0], end), True
+        return {name: what for name, (_, (holds, what)) in waiting.items() if holds}
 
 
 def problem_of(spec):
@@ -141,14 +143,14 @@ def problem_of(spec):
     return Problem(features=spec.heads * spec.head_dim, **sizes)
 
 
-@pytest.mark.parametrize("workers", [132, 114])
+@pytest.mark.parametrize("workers", [132, 114, 78])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_every_role_ends(spec, workers):
     device = dataclasses.replace(H200, num_sms=workers)
     config = DecodeLayerConfig()
     schedule = Schedule(problem=problem_of(spec), config=config, device=device)
     roles = Roles(schedule)
-    assert roles.run() == 0
+    assert roles.run() == {}
     for i, stage in enumerate(schedule.stages):
         for wave in range(stage.waves):
             assert roles.signals["wave", i, wave] == stage.wave_units
@@ -157,4 +159,4 @@ def test_every_role_ends(spec, workers):
 def test_fewest_slots():
     config = DecodeLayerConfig(weight_slots=2, activation_slots=2)
     schedule = Schedule(problem=problem_of(SPECS[0]), config=config, device=H200)
-    assert Roles(schedule).run() == 0
+    assert Roles(schedule).run() == {}
