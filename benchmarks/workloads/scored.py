@@ -27,7 +27,7 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "tew_bounded": {"pattern": "tew", "single_fraction": 0.03, "bounded": True},
 }
 """Settings of `pruning.PruneConfig` by Taylor scores; `narrow` has half the columns in
-a tile, and each layer of `bounded` keeps at least 0.8 of the mean share: between 2:4,
+a tile, and each layer of `bounded` keeps at least 0.6 of the mean share: between 2:4,
 which prunes all alike, and a ranking of all that prunes a layer as it likes."""
 
 SCORES: dict[str, dict[str, Any]] = {
@@ -114,7 +114,7 @@ class Scored:
         settings.pop("update", None)
         tile = self.tile // 2 if settings.pop("narrow", False) else self.tile
         # The first rows were measured without a bound.
-        least = 0.8 * (1 - sparsity) if settings.pop("bounded", False) else 0.0
+        least = 0.6 * (1 - sparsity) if settings.pop("bounded", False) else 0.0
         config = pruning.PruneConfig(
             **settings,
             sparsity=sparsity,

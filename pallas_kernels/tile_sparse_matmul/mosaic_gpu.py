@@ -571,15 +571,14 @@ def _stored(
 def _add_parts(
     parts: jax.Array, cut: _Cut, bias: jax.Array | None, activation: str | None
 ) -> jax.Array:
-    """Sums the parts of a split matmul; one fused kernel of XLA with what follows.
-
-    XLA would make a kernel of a sum over an axis, and not fuse a gather of columns with
-    it, but adds one part to another wherever they are read.
-    """
+    """Sums the parts of a split matmul; one fused kernel of XLA with the epilogue."""
     p, splits = cut.problem, cut.config.splits
-    pieces = jnp.split(parts, splits, axis=0 if p.y_major else 1)
-    total = functools.reduce(jnp.add, pieces)
-    sums = total[: p.n, : p.m] if p.y_major else total[:, : p.n]
+    if p.y_major:
+        parts = parts.reshape(splits, -1, parts.shape[1])  # [splits,N,M]
+        sums = jnp.sum(parts, axis=0)[: p.n, : p.m]
+    else:
+        parts = parts.reshape(len(parts), splits, -1)  # [M,splits,N]
+        sums = jnp.sum(parts, axis=1)[:, : p.n]
     return epilogue.apply(
         sums, bias, activation, feature_major=p.y_major, dtype=p.dtype
     )

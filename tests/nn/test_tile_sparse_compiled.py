@@ -53,10 +53,8 @@ def mlp_program(devices, tokens, sparsity, joined):
 
 
 def launches(found):
-    """Kernels and copies of the program, without those that the host does alone."""
-    kinds = ("kKernel", "kCustomCall", "kCopy", "kGemm", "kCustomKernel", "kMemset")
-    lines = [line.split()[0] for line in found.thunks]
-    return [line for line in lines if line.startswith(kinds)]
+    """What the command buffer of the program starts."""
+    return [line for line in found.thunks if line.startswith(" ")]
 
 
 @pytest.mark.parametrize(("tokens", "sparsity"), [(1, 0.75), (32, 0.75), (1, 0.9)])
@@ -65,6 +63,5 @@ def test_gate_and_up_are_one_kernel(tokens, sparsity):
         compile_for_h200(mlp_program, tokens, sparsity, joined)
         for joined in (False, True)
     )
-    print(apart.thunks, together.thunks)
-    assert len(launches(together)) < len(launches(apart))
-    assert apart.count("custom-call") - together.count("custom-call") == 1
+    assert len(launches(together)) == len(launches(apart)) - 1
+    assert len(launches(together)) <= 6
