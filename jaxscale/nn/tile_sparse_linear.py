@@ -217,6 +217,7 @@ def join_sparse(layers: Sequence[TileSparseLinear]) -> TileSparseLinear:
         split=None,
         kernel_axes=first.kernel_axes,
         out_axes=first.out_axes,
+        zeros_stay=any(layer.zeros_stay for layer in layers),
         dtype=first.dtype,
         rules=first.rules,
         implementation=first.implementation,
