@@ -127,7 +127,7 @@ LEARNING_RATE, TUNE_RATE = 1e-3, 3e-4
 
 DISTILLED = "_distilled"
 """Ends the names of what also learns from the dense model."""
-LEARNERS = (*SCORED, *(f"{name}_updated" for name in SCORED))
+LEARNERS = (*SCORED, *(name for name in MORE if name.endswith("_updated")))
 NAMES = ("dense", *PATTERNS, *MORE, *(f"{name}{DISTILLED}" for name in LEARNERS))
 
 

@@ -47,6 +47,7 @@ from jaxscale.nn import (
     attention_state,
 )
 from jaxscale.nn.linear import Linear
+from jaxscale.nn.tile_sparse_linear import can_join_sparse
 from jaxscale.pruning.layers import linears, replace_linears
 
 
@@ -122,9 +123,14 @@ def _sparse(
             return _random(own, layer)
         return blocks[i][name].linear(layer, own, implementation=implementation)
 
-    return _filled(
+    layer = _filled(
         _outline(params), {n: functools.partial(convert, n) for n in blocks[i]}
     )
+    if params["pass"] == "fwd":  # as served
+        mlp = layer if isinstance(layer, MLP) else layer.mlp
+        if can_join_sparse(mlp.inputs):
+            mlp.join_inputs(1)
+    return layer
 
 
 def densified(layer: Any) -> Any:

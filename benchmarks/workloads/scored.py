@@ -23,9 +23,12 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "tew": {"pattern": "tew", "permute": False, "single_fraction": 0.1},
     "tile_wise_permuted": {"pattern": "tw"},
     "tew_permuted": {"pattern": "tew", "single_fraction": 0.1},
+    "tile_wise_bounded": {"pattern": "tw", "bounded": True},
+    "tew_bounded": {"pattern": "tew", "single_fraction": 0.03, "bounded": True},
 }
 """Settings of `pruning.PruneConfig` by Taylor scores; `narrow` has half the columns in
-a tile."""
+a tile, and each layer of `bounded` keeps at least 0.6 of the mean share: between 2:4,
+which prunes all alike, and a ranking of all that prunes a layer as it likes."""
 
 SCORES: dict[str, dict[str, Any]] = {
     "magnitude": {"score": "magnitude"},
@@ -41,6 +44,9 @@ MORE: dict[str, dict[str, Any]] = {
     f"{name}_{more}": PATTERNS[name] | settings
     for name in SCORED
     for more, settings in SCORES.items()
+} | {
+    f"{name}_updated": PATTERNS[name] | {"update": True}
+    for name in ("tile_wise_bounded", "tew_bounded")
 }
 """Some patterns by them."""
 
@@ -107,10 +113,12 @@ class Scored:
         score = settings.pop("score", "taylor")
         settings.pop("update", None)
         tile = self.tile // 2 if settings.pop("narrow", False) else self.tile
+        # The first rows were measured without a bound.
+        least = 0.6 * (1 - sparsity) if settings.pop("bounded", False) else 0.0
         config = pruning.PruneConfig(
             **settings,
             sparsity=sparsity,
-            max_layer_sparsity=1.0,  # the first rows were measured without a bound
+            max_layer_sparsity=1 - least,
             tile=tile,
             block=self.block,
         )

@@ -44,7 +44,7 @@ from jaxscale.nn.self_attention import (
     attention_state,
 )
 from jaxscale.nn.signature import show_constructors
-from jaxscale.nn.tile_sparse_linear import JoinedTileSparse, TileSparseLinear
+from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from jaxscale.public import listing
 
 
@@ -60,7 +60,6 @@ __all__ = [
     "DisentangledConfig",
     "Embed",
     "JoinedLinear",
-    "JoinedTileSparse",
     "LayerNorm",
     "Linear",
     "LoraConfig",

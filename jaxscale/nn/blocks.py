@@ -30,9 +30,9 @@ from jaxscale.nn.linear import (
 from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.nn.self_attention import Attention, AttentionState, attention_state
 from jaxscale.nn.tile_sparse_linear import (
-    JoinedTileSparse,
     TileSparseLinear,
     can_join_sparse,
+    join_sparse,
 )
 from jaxscale.sharding.decode_all_reduce import reduce_through
 from jaxscale.sharding.fp8 import Fp8
@@ -121,7 +121,7 @@ class MLP(nnx.Module):
 
         self.gate = project_in() if activation in GATED else None
         self.up = project_in()
-        self.joined: JoinedLinear | JoinedTileSparse | None = None
+        self.joined: JoinedLinear | TileSparseLinear | None = None
         self.down = RowParallelLinear(
             d_ff,
             d_model,
@@ -141,13 +141,13 @@ class MLP(nnx.Module):
     def join_inputs(self, shards: int) -> None:
         """Merge gate and up projection into one matmul.
 
-        See `JoinedLinear`, and `JoinedTileSparse` of pruned ones.
+        See `JoinedLinear`, and `join_sparse` for pruned ones.
         """
         if self.gate is None:
             return
         join_inputs(self, ("gate", "up"), shards)
         if can_join_sparse(self.inputs):
-            self.joined = nnx.data(JoinedTileSparse(self.inputs))
+            self.joined = nnx.data(join_sparse(self.inputs))
             self.gate = self.up = None
 
     @property
@@ -196,8 +196,7 @@ class MLP(nnx.Module):
         if isinstance(self.joined, JoinedLinear):
             projected = self.joined.split(*projected)
         elif self.joined is not None:
-            (out,) = projected
-            projected = self.joined.apart(out, along)
+            projected = jnp.split(projected[0], 2, axis=along)
         *gate, up = projected
         return activate(gate[0], GATED[self.activation]) * up if gate else up
 

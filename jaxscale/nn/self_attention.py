@@ -37,6 +37,7 @@ from jaxscale.nn.linear import (
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.packing import check_cu_seqlens_of_rows, positions
 from jaxscale.nn.state import register_state
+from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from jaxscale.sharding.decode_all_reduce import ReduceWorkspace
 from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.manual import manual_names
@@ -396,13 +397,18 @@ class Attention(nnx.Module):
     @property
     def inputs(self) -> tuple[nnx.Module, ...]:
         """The layers that make queries, keys and values."""
-        if self.joined is not None:
-            return (self.joined,)
-        return self.query, self.key, self.value
+        if self.joined is None:
+            return self.query, self.key, self.value
+        return (self.joined,) if self.query is None else (self.query, self.joined)
 
     def join_inputs(self, shards: int) -> None:
-        """Merge the query, key and value projections, see `JoinedLinear`."""
+        """Merge the query, key and value projections, see `JoinedLinear`.
+
+        Beside a pruned query projection, those of keys and values are merged.
+        """
         join_inputs(self, ("query", "key", "value"), shards)
+        if self.joined is None and isinstance(self.query, TileSparseLinear):
+            join_inputs(self, ("key", "value"), shards)
 
     @explain_keywords
     def __call__(
@@ -457,7 +463,8 @@ class Attention(nnx.Module):
         """Split the outputs of `inputs` into heads, normalized if asked."""
         c = self.config
         if self.joined is not None:
-            projected = self.joined.split(*projected)
+            *query, others = projected
+            projected = (*query, *self.joined.split(others))
         q, k, v = (
             reshape(x, (*x.shape[:2], heads, c.head_dim), axes, self.rules)
             for x, heads, axes in zip(

@@ -4,7 +4,6 @@ Axes: B batch, T tokens, S shards of the weight, J tiles, P row capacity of a ti
     columns of a tile, C packed columns.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -206,43 +205,23 @@ class TileSparseLinear(nnx.Module):
         return activate(out, activation) if by_rows else out
 
 
-class JoinedTileSparse(TileSparseLinear):
-    """Several `TileSparseLinear` of one input as one matmul, for inference.
+def join_sparse(layers: Sequence[TileSparseLinear]) -> TileSparseLinear:
+    """Layers of one input, which `can_join_sparse`, as one, for inference.
 
     One kernel reads the tiles of all: its multiprocessors are busy for longer, and few
-    tokens wait for one launch.
-
-    Example:
-        >>> mask = jnp.ones((4, 8), bool).at[::2, :4].set(False)
-        >>> sparse = TileSparse.from_dense(jnp.ones((4, 8)), mask, tile=4)
-        >>> layer = TileSparseLinear(
-        ...     TileSparse.stack([sparse]), split=None, kernel_axes=("embed", "mlp"),
-        ...     out_axes=("batch", None, "act_mlp"),
-        ... )
-        >>> joined = JoinedTileSparse([layer, layer])
-        >>> [part.shape for part in joined.apart(joined(jnp.ones((1, 1, 4))))]
-        [(1, 1, 8), (1, 1, 8)]
+    tokens wait for one launch. The outputs lie side by side.
     """
-
-    def __init__(self, layers: Sequence[TileSparseLinear]) -> None:
-        """Take over the weights of layers that `can_join_sparse`."""
-        first = layers[0]
-        super().__init__(
-            TileSparse.side_by_side([layer.weight for layer in layers]),
-            split=None,
-            kernel_axes=first.kernel_axes,
-            out_axes=first.out_axes,
-            dtype=first.dtype,
-            rules=first.rules,
-            implementation=first.implementation,
-        )
-        self.parts = tuple(layer.shape[1] for layer in layers)
-
-    def apart(
-        self, out: Float[Array, "..."], along: int = -1
-    ) -> tuple[Float[Array, "..."], ...]:
-        """Split the output, along its features, into those of the layers."""
-        return tuple(jnp.split(out, list(itertools.accumulate(self.parts))[:-1], along))
+    first = layers[0]
+    return TileSparseLinear(
+        TileSparse.side_by_side([layer.weight for layer in layers]),
+        split=None,
+        kernel_axes=first.kernel_axes,
+        out_axes=first.out_axes,
+        zeros_stay=any(layer.zeros_stay for layer in layers),
+        dtype=first.dtype,
+        rules=first.rules,
+        implementation=first.implementation,
+    )
 
 
 def can_join_sparse(layers: Sequence[Any]) -> bool:

@@ -12,7 +12,10 @@ from benchmarks.workloads import byte_text, scored
 from jaxscale import models, pruning
 
 
-NAMES = ["dense", "element_wise", "block_wise", "two_four", "tile_wise", "tew"]
+NAMES = [
+    *("dense", "element_wise", "block_wise", "two_four", "tile_wise", "tew"),
+    "tew_bounded",
+]
 
 
 @pytest.fixture(scope="module")

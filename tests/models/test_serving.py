@@ -10,12 +10,7 @@ from flax import nnx
 
 from jaxscale.models import Decoder, preset
 from jaxscale.models.serving import serving_rules
-from jaxscale.nn import (
-    ColumnParallelLinear,
-    JoinedLinear,
-    JoinedTileSparse,
-    TileSparseLinear,
-)
+from jaxscale.nn import ColumnParallelLinear, JoinedLinear, TileSparseLinear
 from jaxscale.nn.joined import join_inputs
 from jaxscale.pruning import PruneConfig
 from jaxscale.sharding import REPLICATED, create, fsdp_tp, make_mesh
@@ -137,8 +132,20 @@ def test_of_sparse_layers_gate_and_up_are_one():
     attention, mlp = served.blocks[1].attention, served.blocks[1].mlp
     assert attention.joined is None
     assert isinstance(attention.query, TileSparseLinear)
-    assert isinstance(mlp.joined, JoinedTileSparse)
+    assert isinstance(mlp.joined, TileSparseLinear)
     assert mlp.inputs == (mlp.joined,)
+    assert relative_error(logits(served), logits(sparse)) < 1e-5
+    assert served.for_inference() is served
+
+
+def test_keys_and_values_are_one_beside_sparse_queries():
+    config = PruneConfig(sparsity=0.5, tile=8, dense=("*.key", "*.value", "*.mlp.*"))
+    _, _, sparse = pruned(make("llama"), config)
+    served = sparse.for_inference()
+    attention = served.blocks[1].attention
+    assert isinstance(attention.query, TileSparseLinear)
+    assert isinstance(attention.joined, JoinedLinear)
+    assert attention.inputs == (attention.query, attention.joined)
     assert relative_error(logits(served), logits(sparse)) < 1e-5
     assert served.for_inference() is served
 

@@ -338,3 +338,36 @@ def test_columns_that_stand_for_none():
     want = np.where(mask, dense, 0)[np.minimum(order, 11)]
     want[2] = 0
     np.testing.assert_array_equal(folded.to_dense(), want)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("counts", [[5, 0, 24], [24, 24, 24]])
+def test_side_by_side(counts, stacked):
+    """Outputs of both, also of weights with leading axes, and under `jax.jit`."""
+    first, one, _ = random_weight(24, 12, 4, counts)
+    second, other, _ = random_weight(24, 8, 4, [24, 24], seed=1)
+    weights = [first, second]
+    if stacked:
+        weights = [TileSparse.stack([w]) for w in weights]
+    joined = jax.jit(lambda *weights: TileSparse.side_by_side(weights))(*weights)
+    joined = jax.tree.map(lambda x: x[0], joined) if stacked else joined
+    assert joined.shape == (24, 20)
+    assert joined.steps == first.steps + second.steps
+    assert joined.equal_counts == (counts[0] == 24)
+    if not joined.equal_counts:
+        assert sorted(joined.order) == list(range(5))
+        assert (np.diff(np.asarray(joined.counts)[np.asarray(joined.order)]) <= 0).all()
+    np.testing.assert_array_equal(joined.to_dense(), np.concatenate([one, other], 1))
+
+
+def test_side_by_side_is_refused():
+    first, _, _ = random_weight(24, 12, 4, [5, 0, 24])
+    others = {
+        "inputs": random_weight(16, 8, 4, [3, 4])[0],
+        "tile": random_weight(24, 8, 8, [3])[0],
+        "a part of a tile": random_weight(24, 6, 4, [3, 4])[0],
+        "columns": random_weight(24, 12, 4, [3, 4], pruned=(0, 1, 2, 3))[0],
+    }
+    for other in others.values():
+        with pytest.raises(ValueError, match="weights differ in inputs, tile or"):
+            TileSparse.side_by_side([first, other])
