@@ -8,7 +8,7 @@ no type to, `layout_order` makes JAX's layout inference faster, and `kept_module
 what JAX makes of a kernel for the next program.
 """
 
-from pallas_kernels.mosaic import kept_modules, layout_order
+from pallas_kernels.mosaic import layout_order
 from pallas_kernels.mosaic.copies import smem_bytes, smem_transforms
 from pallas_kernels.mosaic.device import (
     H200,
@@ -18,6 +18,7 @@ from pallas_kernels.mosaic.device import (
     resident_clusters,
     use_device,
 )
+from pallas_kernels.mosaic.kept_modules import keep_modules
 from pallas_kernels.mosaic.manual_axes import (
     as_varying,
     keep_mark,
@@ -29,7 +30,6 @@ from pallas_kernels.mosaic.tile_scheduler import largest_divisor, snake_order
 
 
 layout_order.install()
-kept_modules.install()
 
 __all__ = [
     "H200",
@@ -38,6 +38,7 @@ __all__ = [
     "check_hopper",
     "check_smem",
     "keep_mark",
+    "keep_modules",
     "largest_divisor",
     "resident_clusters",
     "smem_bytes",

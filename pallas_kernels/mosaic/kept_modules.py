@@ -1,16 +1,18 @@
 """Lowered kernels that are kept, so that no two programs lower the same one.
 
 JAX lowers a kernel anew in every program, each time for a few tenths of a second to
-seconds of Python. A server has dozens of programs with the same few kernels. Here the
-module of a kernel is kept under all that it is made from: the traced kernel, its
-shapes, its grid, its parameters and the settings of JAX. What cannot be compared by its
-value makes a key that no other kernel has.
+seconds of Python. A server has dozens of programs with the same few kernels. Within
+`keep_modules` the module of a kernel is kept under all that it is made from: the traced
+kernel, its shapes, its grid, its parameters and the settings of JAX. What cannot be
+compared by its value makes a key that no other kernel has.
 """
 
+import contextlib
 import functools
 import io
+import threading
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -24,27 +26,54 @@ from jaxlib.mlir import ir
 
 _MOST = 1024  # modules, of 0.03 to 0.3 MB each
 _kept: dict[Hashable, tuple[bytes, dict[str, Any]]] = {}
-"""Bytecode and the other fields of what `lower_jaxpr_to_module` returns, by key."""
+"""Bytecode and the other fields of what `PLAIN` returns, by key."""
 
-lowered: Callable[..., Any] = lowering.lower_jaxpr_to_module
+PLAIN: Callable[..., Any] = lowering.lower_jaxpr_to_module
 """What JAX does: it lowers a kernel anew."""
 
 
-@functools.wraps(lowered)
+_lock = threading.Lock()
+_entered = 0
+_before: Callable[..., Any] = PLAIN
+
+
+@contextlib.contextmanager
+def keep_modules() -> Iterator[None]:
+    """Lowers each kernel once in all programs that are lowered in here.
+
+    Modules stay until the next time. Programs that other threads lower meanwhile take
+    part; outside JAX lowers as ever.
+    """
+    global _entered, _before
+    with _lock:
+        if not _entered:
+            _before = lowering.lower_jaxpr_to_module
+            lowering.lower_jaxpr_to_module = lower_jaxpr_to_module
+        _entered += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _entered -= 1
+            if not _entered:
+                lowering.lower_jaxpr_to_module = _before
+
+
+@functools.wraps(PLAIN)
 def lower_jaxpr_to_module(*args: Any, **kwargs: Any) -> Any:
-    """What `lowered` returns, from the modules that are kept if it is there."""
+    """What `PLAIN` returns, from the modules that are kept if it is there."""
     # Where the kernel was called from is for messages of errors.
     others = {k: v for k, v in kwargs.items() if k != "outer_traceback"}
     try:
         key = (trace_context(), identity((args, others)))
         found = _kept.get(key)
     except (TypeError, RecursionError):  # not hashable, or a function that holds itself
-        return lowered(*args, **kwargs)
+        return PLAIN(*args, **kwargs)
     if found is not None:
         code, fields = found
         module = ir.Module.parse(code, context=ir.Context.current)
         return lowering.LoweringResult(module=module, **fields)
-    result = lowered(*args, **kwargs)
+    result = PLAIN(*args, **kwargs)
     code = io.BytesIO()
     result.module.operation.write_bytecode(code)
     fields = {k: v for k, v in vars(result).items() if k != "module"}
@@ -115,8 +144,3 @@ def _identity_of_trace(jaxpr: Jaxpr) -> Any:
     )
     name = jaxpr.debug_info.func_name
     return "trace", name, inputs, equations, tuple(map(atom, jaxpr.outvars))
-
-
-def install() -> None:
-    """Have JAX call `lower_jaxpr_to_module`."""
-    lowering.lower_jaxpr_to_module = lower_jaxpr_to_module

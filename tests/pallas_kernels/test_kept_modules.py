@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import kept_modules
+from pallas_kernels.mosaic import keep_modules, kept_modules
 from pallas_kernels.mosaic.kept_modules import identity
 
 
@@ -27,7 +28,8 @@ def program(number, size=128, name="kept"):
 
 def lower(number, size=128, name="kept"):
     fn, x = program(number, size, name)
-    return fn.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    with keep_modules():
+        return fn.trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.fixture
@@ -39,10 +41,21 @@ def count(monkeypatch):
         calls.append(1)
         return plain(*args, **kwargs)
 
-    plain = kept_modules.lowered
-    monkeypatch.setattr(kept_modules, "lowered", lowered)
+    plain = kept_modules.PLAIN
+    monkeypatch.setattr(kept_modules, "PLAIN", lowered)
     monkeypatch.setattr(kept_modules, "_kept", {})
     return lambda: len(calls)
+
+
+def test_outside_jax_lowers_as_ever():
+    """Also after an error, and while one of two that were entered goes on."""
+    plain = kept_modules.PLAIN
+    assert lowering.lower_jaxpr_to_module is plain  # importing changes nothing
+    with keep_modules():
+        with pytest.raises(RuntimeError), keep_modules():
+            raise RuntimeError
+        assert lowering.lower_jaxpr_to_module is kept_modules.lower_jaxpr_to_module
+    assert lowering.lower_jaxpr_to_module is plain
 
 
 def test_another_program_has_the_same_module(count):

@@ -29,6 +29,7 @@ from jaxscale.inference.encoder.stacked_vectors import StackedVectors
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
 from jaxscale.models.tokenizer import EncodedText
+from pallas_kernels.mosaic import keep_modules
 
 
 _OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}  # all is one CUDA graph
@@ -224,7 +225,7 @@ class EncodePrograms:
         mesh = self._mesh
         try:
             with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-                with self._lowering:
+                with self._lowering, keep_modules():
                     # The interpreter waits for this thread, but needs no more programs.
                     if not threading.main_thread().is_alive():
                         return

@@ -26,6 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 import jaxscale
 import pallas_kernels
 from jaxscale.checks import private_folder
+from pallas_kernels.mosaic import keep_modules
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -72,7 +73,9 @@ class ProgramCache:
         name = self.name(traced, placement)
         if (program := self.load(name)) is not None:
             return program, True
-        program = traced.lower().compile()
+        with keep_modules():
+            lowered = traced.lower()
+        program = lowered.compile()
         self.store(name, program)
         return program, False
 

@@ -11,6 +11,7 @@ import jax
 
 from jaxscale.inference.engine.program_cache import ProgramCache
 from jaxscale.inference.engine.programs import ADAPTED
+from pallas_kernels.mosaic import keep_modules
 
 
 type Key = tuple[Any, ...]
@@ -181,7 +182,7 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
                     name = "" if cache is None else cache.name(traced, repr(where))
                 found = None if cache is None else cache.load(name)
                 if found is None:
-                    with lowering:
+                    with lowering, keep_modules():
                         lowered = traced.lower()
                     found = lowered.compile()
                     if cache is not None:
