@@ -19,10 +19,10 @@ from jaxscale.sharding.shards import per_shard
 from pallas_kernels.matmul.activations import activate
 from pallas_kernels.tile_sparse_matmul import (
     TileSparse,
-    can_lie_side_by_side,
     pin_zeros,
     tile_sparse_matmul,
 )
+from pallas_kernels.tile_sparse_matmul.format import can_lie_side_by_side
 
 
 class SparsePattern(nnx.Variable):

@@ -4,16 +4,12 @@ from pallas_kernels.tile_sparse_matmul.api import tile_sparse_matmul
 from pallas_kernels.tile_sparse_matmul.config import TileSparseConfig
 from pallas_kernels.tile_sparse_matmul.cover import cover, group_columns, pin_zeros
 from pallas_kernels.tile_sparse_matmul.files import load_tile_sparse, save_tile_sparse
-from pallas_kernels.tile_sparse_matmul.format import (
-    TileSparse,
-    can_lie_side_by_side,
-)
+from pallas_kernels.tile_sparse_matmul.format import TileSparse
 
 
 __all__ = [
     "TileSparse",
     "TileSparseConfig",
-    "can_lie_side_by_side",
     "cover",
     "group_columns",
     "load_tile_sparse",
