@@ -531,7 +531,7 @@ def tile_sparse_matmul(
         inputs["order"] = w.order
     # How full the tiles are was a matter of the config alone.
     traced = dataclasses.replace(cut, problem=dataclasses.replace(problem, steps=None))
-    y = _call(traced, inputs, device)
+    y = _call(traced, tuple(inputs), device, *inputs.values())
     if not fused:
         y = _add_parts(y, cut, bias, activation)
     y = y[: wanted.n, : wanted.m] if y_major else y[: wanted.m, : wanted.n]
@@ -584,9 +584,18 @@ def _add_parts(
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
-def _call(cut: _Cut, inputs: dict[str, jax.Array], device: DeviceSpec) -> jax.Array:
-    """The kernel, which blocks and programs with equal shapes trace once."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _call(
+    cut: _Cut, inputs: tuple[str, ...], device: DeviceSpec, *arrays: jax.Array
+) -> jax.Array:
+    """The kernel, which blocks and programs with equal shapes trace once.
+
+    Args:
+        cut: how it is cut.
+        inputs: names of the arrays.
+        device: the GPU.
+        *arrays: what the kernel reads, by these names.
+    """
     names = [*inputs, "out"]
 
     def body(*args: Ref, **scratch: Ref) -> None:
@@ -616,4 +625,4 @@ def _call(cut: _Cut, inputs: dict[str, jax.Array], device: DeviceSpec) -> jax.Ar
             warpgroups=CONSUMERS + len(cut.producers),
             cluster=cut.config.cluster,
         ),
-    )(*inputs.values())
+    )(*arrays)
