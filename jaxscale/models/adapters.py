@@ -174,10 +174,13 @@ def _layers(block: Block) -> Iterator[tuple[str, Any, list[_Part]]]:
             layer = getattr(module, attribute)
             if layer is None:
                 continue
-            if attribute == "joined":
-                sizes = [size for size, _ in layer.parts]
-            else:
+            if attribute != "joined":
                 sizes = [_features(layer)[1]]
+            elif isinstance(layer, TileSparseLinear):  # gate and up, alike
+                sizes = [_features(layer)[1] // len(names)] * len(names)
+            else:
+                sizes = [size for size, _ in layer.parts]
+                names = names[-len(sizes) :]  # a sparse query is not among them
             parts = []
             for name, size in zip(names, sizes, strict=True):
                 heads = {}

@@ -8,6 +8,7 @@ block by block (`jaxscale.models.stack`).
 Legend: B rows, T tokens of a row, D model.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ from pallas_kernels.decode_layer import (
     from_residual,
     rotation,
 )
+
+
+_log = logging.getLogger(__name__)
 
 
 def runs(
@@ -57,7 +61,10 @@ def runs(
     after = _projection(blocks[-1], variants[-1], state, {})
     attended = jnp.zeros((len(x), blocks[0].attention.out.kernel.shape[0]), x.dtype)
     residual = as_residual(x[:, 0])
-    return declines(attended, residual, _weights(blocks[0]), after) is None
+    reason = declines(attended, residual, _weights(blocks[0]), after)
+    if reason is not None:
+        _log.info("decoding block by block: %s", reason)
+    return reason is None
 
 
 def run(

@@ -193,10 +193,10 @@ class MLP(nnx.Module):
             projected: The outputs.
             along: Their axis of features.
         """
-        if isinstance(self.joined, JoinedLinear):
-            projected = self.joined.split(*projected)
-        elif self.joined is not None:
+        if isinstance(self.joined, TileSparseLinear):
             projected = jnp.split(projected[0], 2, axis=along)
+        elif self.joined is not None:  # dense, or of 8 bits
+            projected = self.joined.split(*projected)
         *gate, up = projected
         return activate(gate[0], GATED[self.activation]) * up if gate else up
 

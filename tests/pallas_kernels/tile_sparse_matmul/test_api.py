@@ -154,7 +154,11 @@ def test_gradients_through_activations(activation, dtype, name):
         return masked_dense(x, dense, bias, w, mask, activation)
 
     wide = [np.asarray(a, np.float32) for a in (dy, x, dense, bias)]
-    y, found = value_and_pullback(ours, dy, x, w.values, bias)
+    if dtype == jnp.bfloat16:  # as one program XLA lacks a layout of it on a CPU
+        y, pullback = jax.vjp(ours, x, w.values, bias)
+        found = pullback(dy)
+    else:
+        y, found = value_and_pullback(ours, dy, x, w.values, bias)
     want, expected = value_and_pullback(plain, *wide)
     dense_grad = to_dense(w.with_values(found[1]))
     bound = RELATIVE[jnp.dtype(dtype)]
