@@ -70,7 +70,7 @@ def test_layers_do_not_choose_by_hardware():
 
 
 def test_a_refusal_is_never_swallowed():
-    """But for `dispatch`, which logs it, and the tuner and `declines`, which tell it."""
+    """But for `dispatch`, which logs it; the tuner and `declines` tell it."""
     for package in ROOTS:
         for name, tree in sources(package):
             if name in ("dispatch.py", "tuning.py", "decode_layer/api.py"):
