@@ -146,13 +146,17 @@ class Followers:
 
     def close(self, error: BaseException | None = None) -> None:
         """End the others; with `error`, tell them why."""
-        why = b"" if error is None else repr(error).encode()[:1000]
         with self._lock:
             self._closed = True
-            for connection in self._sockets.values():
-                with contextlib.suppress(OSError):
-                    connection.sendall(_HEAD.pack(_END, 0, len(why)) + why)
-                    connection.shutdown(socket.SHUT_WR)
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Send the last message, under the lock."""
+        why = b"" if error is None else repr(error).encode()[:1000]
+        for connection in self._sockets.values():
+            with contextlib.suppress(OSError):
+                connection.sendall(_HEAD.pack(_END, 0, len(why)) + why)
+                connection.shutdown(socket.SHUT_WR)
 
     def _send(self, frame: bytes) -> None:
         with self._lock:
@@ -196,6 +200,10 @@ class Followers:
                     said = now
                     with contextlib.suppress(HostLost):
                         self._send(_HEAD.pack(_ALIVE, 0, 0))
+        # The others hear which process is lost, unless one blocks who is sending.
+        if self.error is not None and self._lock.acquire(timeout=1.0):
+            self._end(self.error)
+            self._lock.release()
         for connection in self._sockets.values():
             connection.close()
 

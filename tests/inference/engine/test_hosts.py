@@ -147,6 +147,9 @@ def test_another_process_is_lost(pair, monkeypatch, how):
     # Who asks late is told, too.
     followers.on_lost(lost.put)
     assert said in str(lost.get(timeout=1))
+    if how == "falls silent":  # the others, too, and so is this one if it lives
+        with pytest.raises(HostLost, match=r"has stopped: HostLost\('process 1 says"):
+            hosts._receive(pair.connection, hosts.Wire(pair.runner))
     pair.connection.close()
 
 
