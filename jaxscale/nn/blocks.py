@@ -19,7 +19,7 @@ from jaxscale.checks import check_choice, check_type
 from jaxscale.keywords import explain_keywords, explained
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT
-from jaxscale.nn.joined import JoinedLinear, join_inputs
+from jaxscale.nn.joined import JoinedLinear, Parts, join_inputs
 from jaxscale.nn.linear import (
     ColumnParallelLinear,
     Linear,
@@ -193,10 +193,10 @@ class MLP(nnx.Module):
             projected: The outputs.
             along: Their axis of features.
         """
-        if isinstance(self.joined, TileSparseLinear):
-            projected = jnp.split(projected[0], 2, axis=along)
-        elif self.joined is not None:  # dense, or of 8 bits
+        if isinstance(self.joined, Parts):  # which its devices may share
             projected = self.joined.split(*projected)
+        elif self.joined is not None:
+            projected = jnp.split(projected[0], 2, axis=along)
         *gate, up = projected
         return activate(gate[0], GATED[self.activation]) * up if gate else up
 
