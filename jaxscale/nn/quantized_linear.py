@@ -35,9 +35,8 @@ matmul, and keep the weights in full precision.
 """
 
 FP8_ACTIVATION_ROWS = 64
-"""Tokens from which on a product with ``"fp8_dynamic"`` has two operands in fp8. With
-fewer it reads weights for most of its time, which the product of 16-bit activations
-does as fast."""
+"""Tokens from which on a matmul with ``"fp8_dynamic"`` has two operands in fp8. With
+fewer it reads weights for most of its time, as it does with 16-bit activations."""
 
 _TYPES = {
     "int8": (jnp.int8, 127.0),
@@ -102,10 +101,9 @@ class QuantizedLinear(Parts, nnx.Module):
     derivatives.
 
     With ``"fp8_dynamic"`` and at least `FP8_ACTIVATION_ROWS` tokens both operands are
-    fp8 and the product runs at twice the rate of 16 bits
-    (`pallas_kernels.scaled_matmul`). A token's scale is that of its own largest value
-    (on each device, of the features there), so a result does not depend on the other
-    tokens of its batch.
+    fp8, and the matmul is `pallas_kernels.scaled_matmul`. A token's scale is that of
+    its own largest value (on each device, of the features there), so a result does not
+    depend on what the other tokens of its batch are, only on how many.
 
     Example:
         >>> layer = QuantizedLinear(
