@@ -376,13 +376,16 @@ class Watch:
         # A rank that saves makes the others wait in the next step, and so on.
         doing = [name for name, count in self._limits.items() if name and count]
         limit = max(map(self._deadline, doing))
-        silence = now - self._ranks[next(iter(self._live))].heard
-        if silence <= limit:
+        if now - self._ranks[next(iter(self._live))].heard <= limit:
             return None
-        late = sorted(n for n in self._live if now - self._ranks[n].heard > limit)
-        places = ", ".join(dict.fromkeys(self._ranks[n].phase for n in late))
+        late = {n: r for n in self._live if now - (r := self._ranks[n]).heard > limit}
+        # At a late look those that wait for the first ones are silent for long too.
+        first = min(rank.place for rank in late.values())
+        late = {n: rank for n, rank in late.items() if rank.place == first}
+        silence = now - min(rank.heard for rank in late.values())
+        phase = next(iter(late.values())).phase
         reason = (
-            f"{_named(late)} said nothing for {silence:.3g} s, in {places} "
+            f"{_named(late)} said nothing for {silence:.3g} s, in {phase} "
             f"(deadline {limit:g} s)"
         )
         return Fault(kind="stall", reason=reason, step=self.step)

@@ -91,6 +91,8 @@ def test_one_that_stands_still_is_noticed_while_others_still_move():
     watch.moved(moved(0, "begin", 6), now + 25)
     watch.moved(moved(2, "begin", 6), now + 25)
     assert "rank 1 said nothing for 31 s" in watch.fault(now + 31).reason
+    # A driver on a busy host may look late, when those that wait are silent as well.
+    assert "rank 1 said nothing for 61 s" in watch.fault(now + 61).reason
 
 
 def test_of_several_that_fail_the_killed_one_is_named():
