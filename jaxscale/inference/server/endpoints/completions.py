@@ -24,7 +24,7 @@ from jaxscale.inference.server.calls import (
 from jaxscale.inference.server.generation import Usage, collect, merged
 from jaxscale.inference.server.logprobs import CompletionLogprobs, prompt_logprobs
 from jaxscale.inference.server.schema.completions import Completion
-from jaxscale.inference.server.stream import attended, event_stream
+from jaxscale.inference.server.stream import attended, event_stream, varied
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,20 +225,23 @@ def _scores(
     ]
 
 
-async def _events(call: _Call, caller: Caller) -> AsyncGenerator[dict[str, Any]]:
+async def _events(
+    call: _Call, caller: Caller
+) -> AsyncGenerator[dict[str, Any] | bytes]:
     """The parts of a stream."""
     wants_usage = call.body.wants_usage
     usage = Usage.of(call.requests)
     head = {**call.head, **({"usage": None} if wants_usage else {})}
     parts = [_Part(call, number) for number in range(len(call.requests))]
+    always, with_choices = call.body.wants_usage_always, varied(head, "choices")
     run = merged(call.model.backend, call.requests, caller.metrics)
     async with contextlib.aclosing(run) as outputs:
         async for number, output in outputs:
             usage.add(number, output)
-            if call.body.wants_usage_always:
-                head["usage"] = usage.body()
+            if always:
+                with_choices = varied({**head, "usage": usage.body()}, "choices")
             for choice in parts[number].choices(output):
-                yield {**head, "choices": [choice]}
+                yield with_choices([choice])
     if wants_usage:
         yield {**call.head, "choices": [], "usage": usage.body()}
 
