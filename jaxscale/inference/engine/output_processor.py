@@ -85,7 +85,9 @@ class OutputProcessor:
             The finish reason of the sequence, if the scheduler does not know it yet.
         """
         c, tokens = progress.sequence, progress.tokens
-        news = self._news.get(c.index) or self._new(c.index)
+        news = self._news.get(c.index)
+        if news is None:
+            news = self._news[c.index] = Output(request=self._id, index=c.index)
         verdict: FinishReason | None = None
         if self.rules:
             self.rules[c.index].accept(tokens)

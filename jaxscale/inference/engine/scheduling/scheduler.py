@@ -218,7 +218,12 @@ class Scheduler:
         self._tick += 1
         live, ahead = self._grow(now, soon, plain)
         ready = self._admit(now)
-        chosen = choose_chunks(self._prefilling, self.config, decoding=len(live))
+        chosen = choose_chunks(
+            self._prefilling,
+            self.config,
+            decoding=len(live),
+            turn=self._tick % 2 == 0,
+        )
         if not (live or ready or chosen):
             return None
         placed, source = self._place(ready, chosen)
@@ -252,7 +257,7 @@ class Scheduler:
         """
         config = self.config
         live = [c for c in self._slots.owners() if c.goes_on]
-        self._sampled = [c for c in live if c.needs_sampler]
+        self._sampled = [c for c in live if not c.plain and c.needs_sampler]
         busy = self.num_waiting or self._prefilling or self._updates.replaying
         one_step = soon or busy or self._sampled
         bucket = self._slots.bucket
@@ -469,7 +474,8 @@ class Scheduler:
 
     def _decoded(
         self, tick: int, plan: Decode, drawn: Drawn, now: float
-    ) -> Iterator[Progress]:
+    ) -> list[Progress]:
+        news = []
         steps, drafts, replayed = plan.steps, plan.drafts, plan.replayed
         for row, c in enumerate(plan.rows):
             if c is None or c.state is not SequenceStatus.DECODE or c.placed > tick:
@@ -482,7 +488,8 @@ class Scheduler:
                 c.kv += 1
                 self._tables.name(c)
             else:
-                yield self._advance(c, row, drawn, now, decoded=True)
+                news.append(self._advance(c, row, drawn, now, decoded=True))
+        return news
 
     def _advance(
         self, c: Sequence, row: int, drawn: Drawn, now: float, *, decoded: bool
