@@ -1,6 +1,7 @@
 """The command line before any command runs: help, version, what is missing."""
 
 import errno
+import gc
 import subprocess
 import sys
 

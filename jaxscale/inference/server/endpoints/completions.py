@@ -251,10 +251,11 @@ class _Part:
 
     def __init__(self, call: _Call, number: int) -> None:
         self._call, self._number = call, number
-        self._request = call.requests[number]
+        self._request, self._scored = call.requests[number], call.scored
         self._begun: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._lengths: dict[int, int] = {}
+        self._ids = call.body.return_token_ids
         # The log-probabilities of the prompt come with the first continuation.
         self._scores: Sequence[TokenLogprobs | None] | None = None
         self._held: list[Output] = []
@@ -263,7 +264,7 @@ class _Part:
         """What is to be sent now."""
         if output.prompt_logprobs:
             self._scores = output.prompt_logprobs
-        if self._call.scored and self._scores is None:
+        if self._scored and self._scores is None:
             self._held.append(output)
             return []
         ready, self._held = [*self._held, output], []
@@ -277,7 +278,7 @@ class _Part:
         if first:
             self._begun.add(index)
             text = (call.texts[self._number] if call.echo else "") + text
-            if call.scored:
+            if self._scored:
                 prompt = _scores(request, self._scores or ())
         items = output.logprobs
         tells = (
@@ -297,5 +298,5 @@ class _Part:
             "text": text,
             "logprobs": logprobs,
             "finish_reason": output.finish,
-            **call.ids(self._number, output, first=first),
+            **(call.ids(self._number, output, first=first) if self._ids else {}),
         }
