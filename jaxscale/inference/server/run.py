@@ -70,12 +70,16 @@ def make_server(
 ) -> Server:
     """A server that can be run on sockets.
 
+    Threads of this process then take turns more often: the engine's must not wait for
+    the loop.
+
     Args:
         load: Loads the model, while the server already answers.
         config: Settings.
         access_log: Log one line per request.
     """
     app = create_app(config, load)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     settings = uvicorn.Config(
         app,
         http=_bounded(config.header_seconds),
@@ -122,7 +126,6 @@ def serve(
         Exception: what `load` raises.
     """
     server = make_server(load, _named(config, host), access_log=access_log)
-    sys.setswitchinterval(_SWITCH_SECONDS)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=2048) as listener:
         on_bound(listener.getsockname()[1])
@@ -195,11 +198,12 @@ def _bounded(seconds: float) -> type[asyncio.Protocol]:
                 self._expect()
             if self.cycle is not before:
                 # Its task has not begun yet.
-                self.scope.setdefault("extensions", {})[CHUNKS] = self._write
+                extensions: Any = self.scope.setdefault("extensions", {})
+                extensions[CHUNKS] = self._write
 
         def _write(self, chunk: bytes) -> bool:
-            """Write a chunk of an answer, past the layers and copies of what checks
-            its order; False where that has to wait, or where there are no chunks.
+            """Write a chunk of an answer, past what checks its order; False where that
+            has to wait, or where there are no chunks.
             """
             cycle = self.cycle
             if (
