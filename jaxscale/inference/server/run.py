@@ -194,12 +194,11 @@ def _bounded(seconds: float) -> type[asyncio.Protocol]:
             super().data_received(data)
             if self.cycle is not before:
                 self._expect_no_more()
-            elif self._timer is None and (before is None or before.response_complete):
-                self._expect()
-            if self.cycle is not before:
                 # Its task has not begun yet.
                 extensions: Any = self.scope.setdefault("extensions", {})
                 extensions[CHUNKS] = self._write
+            elif self._timer is None and (before is None or before.response_complete):
+                self._expect()
 
         def _write(self, chunk: bytes) -> bool:
             """Write a chunk of an answer, past what checks its order; False where that
@@ -207,7 +206,8 @@ def _bounded(seconds: float) -> type[asyncio.Protocol]:
             """
             cycle = self.cycle
             if (
-                self.flow.write_paused
+                not chunk  # which would be the end
+                or self.flow.write_paused
                 or cycle.disconnected
                 or cycle.response_complete
                 or cycle.scope["http_version"] != "1.1"

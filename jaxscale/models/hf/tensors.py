@@ -1,9 +1,9 @@
 """Parameters of a model read from, and written to, the tensors of a directory.
 
 Each parameter is read directly into its shards: every device gets its own shard, filled
-from the memory-mapped files block by block. The host holds one shard of one parameter
-at a time (the stacked parameter of all blocks counts as one), never the model. Axis
-letters of shapes: L layers, D model, V vocabulary.
+from the memory-mapped files, several blocks at a time. The host holds one shard of one
+parameter (the stacked parameter of all blocks counts as one) and the blocks that are
+being read, never the model. Axis letters of shapes: L layers, D model, V vocabulary.
 """
 
 import contextlib
