@@ -113,4 +113,4 @@ def test_no_collection_while_libraries_are_imported(monkeypatch):
 
     monkeypatch.setattr(cli.importlib, "import_module", importing)
     assert cli._load("schedule").main is not None
-    assert seen == [False] and gc.isenabled()
+    assert {*seen} == {False} and gc.isenabled()
