@@ -1,9 +1,10 @@
 """Parameters of a model read from, and written to, the tensors of a directory.
 
 Each parameter is read directly into its shards: every device gets its own shard, filled
-from the memory-mapped files, several blocks at a time. The host holds one shard of one
-parameter (the stacked parameter of all blocks counts as one) and the blocks that are
-being read, never the model. Axis letters of shapes: L layers, D model, V vocabulary.
+from the memory-mapped files, several blocks at a time. The host holds two shards (the
+stacked parameter of all blocks counts as one), one that is read and one on its way, and
+the blocks that are being read, never the model. Axis letters of shapes: L layers, D
+model, V vocabulary.
 """
 
 import contextlib
@@ -94,9 +95,12 @@ def read_model[M](
             values = dict(zip(new, draw(), strict=True))
     read = functools.partial(_read_parameter, checkpoint, shapes, in_files, param_dtype)
     apart = [n for n in shapes if each_block and n.startswith("blocks.")]
+    before: Any = ()
     for name in sources:
         if name not in apart:
             values[name] = read(sources[name], name, places[name])
+            jax.block_until_ready(before)
+            before = values[name]
     # The blocks of the stack are none yet.
     leaves = [values.get(name) for name in shapes]
     model: Any = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
@@ -277,8 +281,8 @@ def _read_parameter(
         shard = _read_shard(checkpoint, entry, bounds, columns, dtype)
         shard = _padded(shard if layer is None else shard[0], sizes)
         arrays += [jax.device_put(shard, device) for device in copies]
-        # The host memory of this shard is free before the next one is read.
-        jax.block_until_ready(arrays)
+        # While this one goes to its devices the next is read; those before are gone.
+        jax.block_until_ready(arrays[: -len(copies)])
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
