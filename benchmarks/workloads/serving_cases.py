@@ -66,7 +66,9 @@ def cases() -> list[Case]:
     long = DEFAULTS | {"requests": 1000}
     models = ("llama1_7b", "llama3_1_8b")
     sizes = ((1, 264), (32, 264), (128, 1024))
+    split = (("llama1_13b", {}), ("llama3_70b", {"layers": 8}))
     return [
+        *(token_case(models[1], batch, 450) for batch in (128, 256, 512)),
         *(token_case(model, *size) for model in models for size in sizes),
         *(token_case(models[1], *s, w) for s in sizes for w in ("int8", "fp8")),
         token_case(models[1], *sizes[2], "fp8_dynamic"),
@@ -96,6 +98,11 @@ def cases() -> list[Case]:
         ),
         load_case("half_load", models[1], "sharegpt", 40, **many),
         load_case("saturated_defaults", models[1], "sharegpt", 10, **many | DEFAULTS),
+        load_case("long_prompts", models[1], "sharegpt:8000", 80, **many | DEFAULTS),
+        *(
+            load_case("saturated_tp4", model, "sharegpt", 10, **many, tp=4, **more)
+            for model, more in split
+        ),
         *(
             load_case(f"all_at_once_{i}_{o}", models[1], f"{i}/{o}", 0, **long)
             for i, o in ((1000, 1000), (128, 2048))

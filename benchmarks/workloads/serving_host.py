@@ -141,14 +141,17 @@ def host_seconds(*, slots: int, waiting: int, steps: int, seed: int = 0) -> list
 
 def main() -> bool:
     """Print what a step costs; True where it is less than it may be."""
-    found = host_seconds(slots=128, waiting=2000, steps=1000)
-    median = statistics.median(found)
-    least, most = (sorted(found)[i * len(found) // 100] for i in (10, 90))
-    print(
-        f"128 slots, 2,000 waiting: {1e3 * median:.2f} ms of the host a step, "
-        f"{1e3 * least:.2f} to {1e3 * most:.2f} ms in the middle 80% (less than 1)"
-    )
-    return median < 1e-3
+    medians = []
+    for slots in (128, 256):
+        found = host_seconds(slots=slots, waiting=2000, steps=1000)
+        medians.append(statistics.median(found))
+        least, most = (sorted(found)[i * len(found) // 100] for i in (10, 90))
+        print(
+            f"{slots} slots, 2,000 waiting: {1e3 * medians[-1]:.2f} ms of the host a "
+            f"step, {1e3 * least:.2f} to {1e3 * most:.2f} ms in the middle 80% (less "
+            "than 1)"
+        )
+    return max(medians) < 1e-3
 
 
 if __name__ == "__main__":

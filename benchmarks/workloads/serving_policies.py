@@ -282,6 +282,8 @@ def figures(
         "p99_latency_ms": 1e3 * float(np.percentile(latencies, 99)),
         "mean_ttft_ms": 1e3 * float(np.mean([o.ttft for o in outcomes])),
     }
+    if gaps := [gap for outcome in outcomes for gap in outcome.gaps]:
+        found["p99_gap_ms"] = 1e3 * float(np.percentile(gaps, 99))
     if solo:
         here = sum(latencies[i] for i in solo)
         found["latency_vs_solo"] = float(here) / sum(solo.values())

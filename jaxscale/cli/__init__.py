@@ -4,6 +4,7 @@ Each command is a module with ``main(arguments) -> exit code``; it is imported w
 is called, so that ``jaxscale --help`` answers at once.
 """
 
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -115,6 +116,8 @@ def _failed(error: Exception, code: int) -> int:
 def _load(module: str, command: str | None = None) -> ModuleType:
     """The module of a command, `module` if that is its name."""
     command = command or module
+    collects = gc.isenabled()
+    gc.disable()  # half a million objects are made, all of which stay
     try:
         return importlib.import_module(f"jaxscale.cli.{module.replace('-', '_')}")
     except ModuleNotFoundError as error:
@@ -125,6 +128,9 @@ def _load(module: str, command: str | None = None) -> ModuleType:
             f"{command} needs {error.name.partition('.')[0]}, which is not installed; "
             + pip_install(extra)
         ) from error
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _help() -> str:

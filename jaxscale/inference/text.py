@@ -62,7 +62,7 @@ class Detokenizer:
                 character at its end is completed.
             skip_special_tokens: Leave control tokens out of the text.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._size = tokenizer, tokenizer.vocab_size
         self._skip = skip_special_tokens
         # Where the text of tokens is that of each, a known one need not be decoded.
         joins = getattr(tokenizer, "joins_bytes", False)
@@ -78,7 +78,7 @@ class Detokenizer:
         Tokens past the tokenizer's vocabulary, which tables are padded to, have no
         text.
         """
-        if token >= self._tokenizer.vocab_size:
+        if token >= self._size:
             return ""
         if self._pieces is not None and self._num_sent == len(self._window):
             piece = self._pieces.get(token)
@@ -236,7 +236,7 @@ class TextStream:
             tokenizer, prompt, skip_special_tokens=params.skip_special_tokens
         )
         self._stops = stop_strings(tuple(params.stop))
-        self._include = params.include_stop
+        self._searched, self._include = bool(self._stops), params.include_stop
         self._free = params.min_tokens
         self._begun = ""
         self.stop: str | None = None
@@ -254,6 +254,9 @@ class TextStream:
             finish: Finish reason, if the last token ended the text. A stop token has
                 text only if `include_stop` says so.
         """
+        if not self._searched and finish is None:  # as nearly all
+            self.num_tokens += len(tokens)
+            return "".join(map(self._detokenizer.add, tokens))
         deltas = []
         for i, token in enumerate(tokens):
             if self.stop is not None:
@@ -270,7 +273,7 @@ class TextStream:
         return "".join(deltas)
 
     def _until_stop(self, text: str) -> str:
-        if not self._stops or self.num_tokens <= self._free:
+        if not self._searched or self.num_tokens <= self._free:
             return text
         held = self._begun + text
         done = len(self._begun)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import jax
@@ -300,6 +301,21 @@ def test_each_shard_reads_only_its_slice(monkeypatch):
     assert gate == [(28, 16)] * 4
     norm = [shape for name, shape in reads if name == "model.norm.weight"]
     assert norm == [(32,)]
+
+
+def test_blocks_are_read_several_at_a_time(monkeypatch):
+    """Otherwise a machine of many cores transposes the weights with one of them."""
+    original, two = hf_files.Checkpoint.read, threading.Barrier(2)
+
+    def read(self, name, index):
+        if "layers.0.mlp.up_proj" in name or "layers.1.mlp.up_proj" in name:
+            two.wait(30)  # raises where nobody else comes
+        return original(self, name, index)
+
+    monkeypatch.setattr(hf_files.Checkpoint, "read", read)
+    monkeypatch.setattr(hf_tensors, "_READERS", 2)
+    load(MODELS / "llama3_gqa")
+    assert not two.broken
 
 
 def test_indivisible_sharding_names_the_parameter():

@@ -50,7 +50,7 @@ class _Mailbox:
         if self._dead is not None:
             raise self._dead
         outputs, self._outputs = self._outputs, []
-        return joined(outputs)
+        return outputs if len(outputs) == 1 else joined(outputs)
 
 
 class AsyncEngine:

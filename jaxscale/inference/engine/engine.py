@@ -546,12 +546,13 @@ class Engine:
             self._take_scores(plan, scores)
         top = None if decode is None else decode[:, :, 0, 3:]
         results = {"prefill": _drawn(prefill), "decode": _drawn(decode)}
+        changed, clients = self._changed, self._clients
         for progress in self.scheduler.update(plan, **results, now=self.clock()):
             c = progress.sequence
-            client = self._client(c)
-            if client is not None:
+            client = clients.get(c.request.id)
+            if client is not None and client.request is c.request:
                 verdict = client.take(progress, top)
-                self._changed[client.request.id] = client
+                changed[c.request.id] = client
                 if verdict is not None:
                     self.scheduler.finish(c, verdict, now=self.clock())
         self._take_events()

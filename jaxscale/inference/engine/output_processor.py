@@ -1,6 +1,5 @@
 """Per-request output state of the engine: detokenization, guide, pending outputs."""
 
-import dataclasses
 from collections import abc
 from collections.abc import Callable
 
@@ -19,21 +18,10 @@ from jaxscale.inference.token_rules import TokenRules
 type Sink = Callable[[list[Output] | EngineDead], None]
 """Called on the engine's thread with new outputs, and once if the engine dies."""
 
-_ERRORS: dict[FinishReason, str] = {
+_ERRORS: dict[str, str] = {
     "error": "the model's logits were not finite",
     "timeout": "the deadline of the request has passed",
 }
-
-
-@dataclasses.dataclass(slots=True)
-class _News:
-    """New outputs of a sequence in a step."""
-
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    text: str = ""
-    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    finish: FinishReason | None = None
 
 
 class OutputProcessor:
@@ -49,6 +37,7 @@ class OutputProcessor:
     ) -> None:
         params = request.params
         self.request, self.sink = request, sink
+        self._id, self._wants_logprobs = request.id, params.logprobs is not None
         self.remaining = params.n
         """Sequences that have not ended."""
         self.matchers = [matcher and matcher.copy() for _ in range(params.n)]
@@ -62,7 +51,7 @@ class OutputProcessor:
             for _ in range(params.n)
         ]
         self._scores: list[TokenLogprobs | None] = [None]
-        self._news: dict[int, _News] = {}
+        self._news: dict[int, Output] = {}
         if params.prompt_logprobs is not None and len(request.prompt) == 1:
             self._new(0).prompt_logprobs = (None,)  # nothing has to be computed
 
@@ -95,8 +84,10 @@ class OutputProcessor:
         Returns:
             The finish reason of the sequence, if the scheduler does not know it yet.
         """
-        c = progress.sequence
-        news, tokens = self._new(c.index), list(progress.tokens)
+        c, tokens = progress.sequence, progress.tokens
+        news = self._news.get(c.index)
+        if news is None:
+            news = self._news[c.index] = Output(request=self._id, index=c.index)
         verdict: FinishReason | None = None
         if self.rules:
             self.rules[c.index].accept(tokens)
@@ -115,8 +106,8 @@ class OutputProcessor:
             if stream.stop is not None:
                 tokens = tokens[: stream.num_tokens - before]
                 verdict = "stop"
-        news.tokens += tokens
-        if self.request.params.logprobs is not None:
+        news.tokens += tuple(tokens)
+        if self._wants_logprobs:
             news.logprobs += self._logprobs(progress, tokens, top)
         return verdict
 
@@ -131,58 +122,49 @@ class OutputProcessor:
 
     def outputs(self) -> list[Output]:
         """The outputs since the last call."""
-        news, self._news = self._news, {}
-        outputs = [self._output(index, each) for index, each in news.items()]
-        self.remaining -= sum(output.finish is not None for output in outputs)
+        outputs, self._news = list(self._news.values()), {}
+        for output in outputs:
+            output.cached_tokens = self.cached_tokens
+            if output.finish is not None:
+                self.remaining -= 1
+                self._explain(output)
         return outputs
 
-    def _new(self, index: int) -> _News:
-        news = self._news.get(index)
-        if news is None:
-            news = self._news[index] = _News()
-        return news
+    def _new(self, index: int) -> Output:
+        return self._news.setdefault(index, Output(request=self._id, index=index))
 
     def _logprobs(
         self, progress: Progress, tokens: abc.Sequence[int], top: np.ndarray | None
-    ) -> list[TokenLogprobs]:
+    ) -> tuple[TokenLogprobs, ...]:
         most = self.request.params.logprobs
         pairs = zip(tokens, progress.logprobs, strict=False)
         if not most or not progress.decoded or top is None:
-            return [TokenLogprobs(token=token, logprob=value) for token, value in pairs]
+            found = [
+                TokenLogprobs(token=token, logprob=value) for token, value in pairs
+            ]
+            return tuple(found)
         rows = top[: len(tokens), progress.row]
         likeliest = [_top(row, most) for row in rows] + [()] * (len(tokens) - len(rows))
-        return [
+        return tuple(
             TokenLogprobs(token=token, logprob=value, top=best)
             for (token, value), best in zip(pairs, likeliest, strict=False)
-        ]
+        )
 
-    def _output(self, index: int, news: _News) -> Output:
-        told = {
-            "request": self.request.id,
-            "index": index,
-            "tokens": tuple(news.tokens),
-            "text": news.text,
-            "logprobs": tuple(news.logprobs),
-            "prompt_logprobs": news.prompt_logprobs,
-            "cached_tokens": self.cached_tokens,
-        }
-        if news.finish is None:
-            return Output(**told)
-        stream = self._texts[index]
-        stop: str | int | None = None
-        if news.finish == "stop":
+    def _explain(self, output: Output) -> None:
+        """Say what has ended a sequence, beside the finish reason."""
+        index = output.index
+        if output.finish == "stop":
+            stream = self._texts[index]
             found = None if stream is None else stream.stop
-            stop = found if found is not None else (news.tokens or [None])[-1]
-        error = _ERRORS.get(news.finish)
-        stuck = index in self.stuck and news.finish == "error"
-        if stuck:
+            last = output.tokens[-1] if output.tokens else None
+            output.stop = last if found is None else found
+        output.error = _ERRORS.get(output.finish or "")
+        if index in self.stuck and output.finish == "error":
             matcher = self.matchers[index]
             why = None if matcher is None else matcher.error
-            error = "what the request allows leaves no token to be drawn"
-            error += f": {why}" if why else "; change it"
-        return Output(
-            **told, finish=news.finish, stop=stop, error=error, blames_request=stuck
-        )
+            output.error = "what the request allows leaves no token to be drawn"
+            output.error += f": {why}" if why else "; change it"
+            output.blames_request = True
 
 
 def _top(row: np.ndarray, most: int) -> tuple[tuple[int, float], ...]:

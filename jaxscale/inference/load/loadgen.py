@@ -41,7 +41,8 @@ class LoadConfig:
     endpoint: Endpoint = "completions"
     """Endpoint that the requests are sent to."""
     workload: str = "sharegpt"
-    """Prompt and output lengths: sharegpt, alpaca, flover, flover:2048, or 128/2048."""
+    """Prompt and output lengths: sharegpt, sharegpt:8000, alpaca, flover, flover:2048,
+    or 128/2048."""
     requests: int = 100
     """Number of requests."""
     rate: float = math.inf

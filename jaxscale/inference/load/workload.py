@@ -81,6 +81,7 @@ def lengths(name: str, count: int, *, seed: int = 0) -> Lengths:
     Args:
         name: ``"sharegpt"`` or ``"alpaca"``: lognormal lengths with the means of the
             data sets, at most 1,024 (synthetic: the texts are not used).
+            ``"sharegpt:8000"``: the same, and each tenth prompt has 8,000 tokens.
             ``"128/2048"``: prompts and outputs of exactly these lengths, see `GRID`.
             ``"flover"``: prompts of 8 and outputs of 504 tokens; ``"flover:2048"``:
             prompts of 8 and totals uniform from 128 to 2,048.
@@ -99,6 +100,10 @@ def lengths(name: str, count: int, *, seed: int = 0) -> Lengths:
         means = SHAREGPT if name == "sharegpt" else ALPACA
         drawn = (_lognormal(rng, mean, count) for mean in means)
         return Lengths(*drawn)
+    if found := re.fullmatch(r"sharegpt:([1-9]\d*)", name):
+        usual, long = lengths("sharegpt", count, seed=seed), int(found[1])
+        prompts = [long if i % 10 == 5 else n for i, n in enumerate(usual.prompts)]
+        return Lengths(tuple(prompts), usual.outputs)
     if name == "flover":
         return Lengths((_FLOVER_PROMPT,) * count, (504,) * count)
     if found := re.fullmatch(r"flover:(\d+)", name):
@@ -110,8 +115,8 @@ def lengths(name: str, count: int, *, seed: int = 0) -> Lengths:
     if found := re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", name):
         return Lengths((int(found[1]),) * count, (int(found[2]),) * count)
     raise ValueError(
-        f"workload {name!r} is unknown; use 'sharegpt', 'alpaca', 'flover', "
-        "'flover:2048', or lengths such as '128/2048'"
+        f"workload {name!r} is unknown; use 'sharegpt', 'sharegpt:8000', "
+        "'alpaca', 'flover', 'flover:2048', or lengths such as '128/2048'"
     )
 
 

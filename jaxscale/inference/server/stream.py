@@ -24,6 +24,11 @@ _HEARTBEAT = b": still here\n\n"
 _ADMISSION_SECONDS = 1.0
 
 
+CHUNKS = "jaxscale.chunks"
+"""The extension of ASGI's scope by which a server takes a part of an answer at once: a
+function of bytes that returns False where they have to be sent as usual."""
+
+
 class ClientGone(Exception):
     """The client has disconnected; nobody reads an answer."""
 
@@ -36,6 +41,18 @@ def event(data: Any) -> bytes:
         'data: {"text":"a"}'
     """
     return f"data: {_ENCODE(data)}\n\n".encode()
+
+
+def varied(head: Mapping[str, Any], name: str) -> Callable[[Any], bytes]:
+    """`event` of `head` with a value of `name`; what all have is encoded once.
+
+    Example:
+        >>> make = varied({"id": 1}, "text")
+        >>> make("a") == event({"id": 1, "text": "a"})
+        True
+    """
+    before = event({**head, name: 0})[:-4].decode()  # without the value and its end
+    return lambda value: f"{before}{_ENCODE(value)}}}\n\n".encode()
 
 
 async def attended[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -70,7 +87,8 @@ async def event_stream(
     """An answer that streams `events`, as JSON.
 
     Args:
-        events: What is sent; closed at the end or when the client leaves.
+        events: What is sent, encoded or not; closed at the end or when the client
+            leaves.
         config: Says how long a client may stall.
         named: Give events the names of their types; otherwise ``[DONE]`` ends them.
 
@@ -99,10 +117,9 @@ async def _encoded(
     encode = named_event if named else event
     try:
         data = await first
-        if data is not None:
-            yield encode(data)
-            async for data in events:
-                yield encode(data)
+        while data is not None:
+            yield data if isinstance(data, bytes) else encode(data)
+            data = await anext(events, None)
     except Exception as error:
         # The status has been sent; clients know errors within streams.
         told = api_error(error)
@@ -141,7 +158,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until there is no more, or nobody who reads."""
-        sender = asyncio.ensure_future(self._send_all(send))
+        write = scope.get("extensions", {}).get(CHUNKS)
+        sender = asyncio.ensure_future(self._send_all(send, write))
         gone = asyncio.ensure_future(_gone(receive))
         try:
             while not (sender.done() or gone.done()):
@@ -175,11 +193,16 @@ class EventStream(Response):
             except TimeoutError:
                 raise ClientGone from None
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(
+        self, send: Send, write: Callable[[bytes], bool] | None
+    ) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}
         await self._send(send, {"type": "http.response.start", **head})
         async for chunk in self._chunks:
-            await self._send(send, _part(chunk))
+            if write is not None and write(chunk):
+                self._sent += 1
+            else:
+                await self._send(send, _part(chunk))
         await self._send(send, _part(b"", more=False))
 
     async def _send(self, send: Send, message: Message) -> None:

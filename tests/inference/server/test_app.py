@@ -13,6 +13,7 @@ import pytest
 
 from jaxscale.inference.server import ServerConfig, create_app
 from jaxscale.inference.server.calls import most_bytes
+from tests.calls import own_calls
 from tests.inference.server.conftest import Harness, events
 from tests.inference.server.fake_engine import FakeEngine, text_model
 
@@ -507,3 +508,17 @@ def test_nothing_is_left_of_a_call_that_is_canceled(harness):
 
 def test_models_are_text_models():
     assert text_model(FakeEngine()).token_text(287) == ""
+
+
+def test_calls_of_a_part():
+    """What a token of a stream costs the event loop, with that of the fake engine."""
+
+    def calls(words):
+        body = {"prompt": "to", "max_tokens": 999, "stream": True}
+        engine = FakeEngine(" to be" * words)
+        found = own_calls(lambda: Harness().post(PATH, body, engine=engine))
+        return found, engine.counts.drawn_tokens
+
+    (few, first), (many, last) = calls(10), calls(60)
+    assert last - first >= 100
+    assert (many - few) / (last - first) < 30

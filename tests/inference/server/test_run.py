@@ -7,13 +7,14 @@ import json
 import socket
 import time
 
+import h11
 import httpx2
 import openai
 import pydantic
 import pytest
 
 from jaxscale.inference.server import ServerConfig, background, serve
-from tests.inference.server.conftest import LiveServer
+from tests.inference.server.conftest import LiveServer, events
 from tests.inference.server.endpoints.test_chat_completions import CALL, FORCED, USER
 from tests.inference.server.fake_engine import TOKENIZER, FakeEngine, text_model
 from tests.inference.server.test_app import release
@@ -230,3 +231,22 @@ def test_in_the_background():
 def test_a_port_that_is_taken(server):
     with pytest.raises(OSError, match="in use"):
         serve(lambda: None, ServerConfig(), port=server.port)
+
+
+def test_parts_are_written_past_the_state_machine_of_http(server, monkeypatch):
+    """It and four layers before it cost as much as the rest of a part."""
+    sent = []
+    send = h11.Connection.send
+
+    def counted(self, event):
+        if self.our_role is h11.SERVER:
+            sent.append(type(event))
+        return send(self, event)
+
+    monkeypatch.setattr(h11.Connection, "send", counted)
+    body = {"prompt": "to", "max_tokens": 99, "stream": True}
+    monkeypatch.setattr(server.engine, "answer", " to be" * 20)
+    answer = server.post("/v1/completions", body)
+    parts = events(answer)
+    assert "".join(part["choices"][0]["text"] for part in parts) == " to be" * 20
+    assert len(parts) > 20 and sent.count(h11.Data) == 1  # the last, which is empty

@@ -249,7 +249,7 @@ class BatchRows[T]:
 
     def owners(self) -> Iterable[T]:
         """The owners of rows, in row order."""
-        return (owner for owner in self.rows[: self.bucket] if owner is not None)
+        return [owner for owner in self.rows[: self.bucket] if owner is not None]
 
 
 class RowUpdates:

@@ -85,9 +85,11 @@ class PageTables:
         """
         size, found = self._config.page_size, []
         for c in sequences:
+            reach = c.kv + c.pending + ahead
+            if reach <= len(c.pages) * size:  # as nearly all
+                continue
             # The last token is never in the cache.
-            reach = min(c.kv + c.pending + ahead, c.limit - 1)
-            if (need := -(-reach // size) - len(c.pages)) > 0:
+            if (need := -(-min(reach, c.limit - 1) // size) - len(c.pages)) > 0:
                 found.append((c, need))
         return found
 

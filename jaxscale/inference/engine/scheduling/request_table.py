@@ -64,6 +64,7 @@ class RequestTable:
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         stops = set(params.stop_token_ids)
         stops.update(() if params.ignore_eos else self._config.eos_ids)
+        plain = not (params.needs_sampler or (params.min_tokens and stops))
         adapters = (None, *self._config.adapters)
         sequences = [
             Sequence(
@@ -74,6 +75,7 @@ class RequestTable:
                 seed=(seed + index * _GOLDEN) % 2**64,
                 limit=request.limit(self._config.longest),
                 stops=frozenset(stops),
+                plain=plain,
                 tokens=list(request.prompt),
             )
             for index in range(params.n)

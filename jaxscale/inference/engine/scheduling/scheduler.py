@@ -74,6 +74,7 @@ class Scheduler:
         self._tables = PageTables(config)
         self._updates = RowUpdates(self._slots)
         self._events: list[SchedulerEvent] = []
+        self._sampled: list[Sequence] = []  # rows of this tick, by the full sampler
         self._tick = 0
         self._draining = False
 
@@ -217,7 +218,12 @@ class Scheduler:
         self._tick += 1
         live, ahead = self._grow(now, soon, plain)
         ready = self._admit(now)
-        chosen = choose_chunks(self._prefilling, self.config, decoding=len(live))
+        chosen = choose_chunks(
+            self._prefilling,
+            self.config,
+            decoding=len(live),
+            turn=self._tick % 2 == 0,
+        )
         if not (live or ready or chosen):
             return None
         placed, source = self._place(ready, chosen)
@@ -227,7 +233,7 @@ class Scheduler:
         bucket, keys = self._slots.bucket, sum(whole_blocks(c.end) for c in prefill)
         mixed = bool(mixes and prefill and mixes(tokens, keys, bucket))
         mixed = mixed and not any(chunk.sequence.needs_own_prefill for chunk in prefill)
-        decode = self._decode(*ahead, prefill if mixed else ())
+        decode = self._decode(*ahead, placed, prefill if mixed else ())
         self.counts.prompt_tokens += tokens
         self.counts.compactions += source is not None
         self._waiting.speed.count(tokens, now)
@@ -251,8 +257,9 @@ class Scheduler:
         """
         config = self.config
         live = [c for c in self._slots.owners() if c.goes_on]
+        self._sampled = [c for c in live if not c.plain and c.needs_sampler]
         busy = self.num_waiting or self._prefilling or self._updates.replaying
-        one_step = soon or busy or any(c.needs_sampler for c in live)
+        one_step = soon or busy or self._sampled
         bucket = self._slots.bucket
         steps = 1 if one_step or plain else config.steps_of(bucket)
         drafts = 0 if plain else config.drafts_of(bucket)
@@ -268,9 +275,8 @@ class Scheduler:
                 self._updates.grow(c)
         return [c for c in live if c.state is SequenceStatus.DECODE], (steps, drafts)
 
-    def _preemptible(self) -> Iterator[Sequence]:
-        yield from self._prefilling
-        yield from self._slots.owners()
+    def _preemptible(self) -> list[Sequence]:
+        return [*self._prefilling, *self._slots.owners()]
 
     def _preempt(self, c: Sequence, now: float) -> None:
         """Preempt a sequence: release its pages, to be recomputed later."""
@@ -379,33 +385,40 @@ class Scheduler:
         return chunk
 
     def _decode(
-        self, steps: int, drafts: int, beside: abc.Sequence[Chunk]
+        self,
+        steps: int,
+        drafts: int,
+        placed: list[Sequence],
+        beside: abc.Sequence[Chunk],
     ) -> Decode | None:
         """The decode steps; one, together with the chunks `beside` if that can be."""
         bucket = self._slots.bucket
-        rows = [
-            c if c and c.state is SequenceStatus.DECODE else None
-            for c in self._slots.rows[:bucket]
-        ]
-        live = [(i, c) for i, c in enumerate(rows) if c and c.goes_on]
+        rows = self._slots.rows[:bucket]
+        if not any(c is not None and c.goes_on for c in rows):
+            return None
         replaying = self._updates.replaying
         replayed = {c.slot for c in replaying if c.slot is not None}
-        full = [i for i, c in live if c.needs_sampler and i not in replayed]
+        sampled = {
+            c.slot
+            for c in (*self._sampled, *placed)
+            if c.slot is not None and c.goes_on and c.needs_sampler
+        }
+        full = sorted(sampled - replayed)
         most = self.config.drafts_of(bucket)
         drafts = 0 if full or replayed else min(drafts, most)
         if drafts < most:
             steps = 1
-        if not live:
-            return None
-        first = {chunk.slot for chunk in beside}
-        others = [(i, c) for i, c in live if i not in first]
-        mixed = bool(beside and others and steps == 1 and not (drafts or full))
-        mixed = mixed and not any(c.adapter for _, c in others)
+        mixed = bool(beside and steps == 1 and not (drafts or full))
         if mixed:
-            rows = [None if i in first else c for i, c in enumerate(rows)]
-        for c in filter(None, rows):
-            c.pending += steps * (1 + drafts)
-            c.due += steps
+            first = {chunk.slot for chunk in beside}
+            others = [None if i in first else c for i, c in enumerate(rows)]
+            live = [c for c in others if c is not None and c.goes_on]
+            mixed = bool(live) and not any(c.adapter for c in live)
+            rows = others if mixed else rows
+        for c in rows:
+            if c is not None:
+                c.pending += steps * (1 + drafts)
+                c.due += steps
         return Decode(
             rows=rows,
             bucket=bucket,
@@ -414,6 +427,7 @@ class Scheduler:
             full=full,
             mixed=mixed,
             replayed=replayed,
+            adapted=bool(self.config.adapters) and any(c and c.adapter for c in rows),
         )
 
     # What came back.
@@ -460,19 +474,22 @@ class Scheduler:
 
     def _decoded(
         self, tick: int, plan: Decode, drawn: Drawn, now: float
-    ) -> Iterator[Progress]:
+    ) -> list[Progress]:
+        news = []
+        steps, drafts, replayed = plan.steps, plan.drafts, plan.replayed
         for row, c in enumerate(plan.rows):
             if c is None or c.state is not SequenceStatus.DECODE or c.placed > tick:
                 continue
-            c.pending -= plan.steps * (1 + plan.drafts)
-            c.due -= plan.steps
-            if plan.drafts:
+            c.pending -= steps * (1 + drafts)
+            c.due -= steps
+            if drafts:
                 self.counts.add_drafts(drawn, row)
-            if row in plan.replayed:
+            if row in replayed:
                 c.kv += 1
                 self._tables.name(c)
             else:
-                yield self._advance(c, row, drawn, now, decoded=True)
+                news.append(self._advance(c, row, drawn, now, decoded=True))
+        return news
 
     def _advance(
         self, c: Sequence, row: int, drawn: Drawn, now: float, *, decoded: bool
@@ -496,13 +513,16 @@ class Scheduler:
                 break
         c.kv += kept * decoded
         self.counts.drawn_tokens += kept
-        self._tables.name(c)
+        if c.kv >= (c.named + 1) * self.config.page_size:
+            self._tables.name(c)
         if finish is not None:
             self._end(c, finish, now)
+        if kept < len(tokens):
+            tokens, logprobs = tokens[:kept], logprobs[:kept]
         return Progress(
             sequence=c,
-            tokens=tokens[:kept],
-            logprobs=logprobs[:kept],
+            tokens=tokens,
+            logprobs=logprobs,
             row=row,
             decoded=decoded,
             finish=finish,

@@ -94,11 +94,8 @@ class Decode:
     replayed: Collection[int] = ()
     """Preempted rows that are replayed: their tokens are known, and must not be counted
     twice. With any, there is a single step without draft tokens."""
-
-    @property
-    def adapted(self) -> bool:
-        """True where some row uses an adapter."""
-        return any(c is not None and c.adapter for c in self.rows)
+    adapted: bool = False
+    """Some row uses an adapter."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,13 +147,14 @@ class Drawn:
     logprobs: abc.Sequence[abc.Sequence[abc.Sequence[float]]] | None = None
     """Log-probabilities in nats; None if not requested."""
 
-    def of_row(self, row: int) -> tuple[list[int], list[int], list[float]]:
+    def of_row(
+        self, row: int
+    ) -> tuple[abc.Sequence[int], abc.Sequence[int], abc.Sequence[float]]:
         """Tokens, flags and log-probabilities of a row, without empty places."""
-        values = self.logprobs
-        steps = [step[row] for step in self.tokens]
+        values, steps = self.logprobs, [step[row] for step in self.tokens]
         if len(steps) == 1 and len(steps[0]) == 1 and steps[0][0] >= 0:  # usually
-            found = [] if values is None else list(values[0][row])
-            return list(steps[0]), list(self.flags[0][row]), found
+            found = [] if values is None else values[0][row]
+            return steps[0], self.flags[0][row], found
         places = [
             (i, r) for i, step in enumerate(steps) for r in range(len(step))
             if step[r] >= 0

@@ -10,19 +10,26 @@ from jaxscale.inference.engine.scheduling.waiting_queue import BY_ORDER
 
 
 def choose_chunks(
-    prefilling: list[Sequence], config: SchedulerConfig, *, decoding: int = 0
+    prefilling: list[Sequence],
+    config: SchedulerConfig,
+    *,
+    decoding: int = 0,
+    turn: bool = False,
 ) -> list[tuple[Sequence, int]]:
     """Choose the prompt chunks of a step (chunked prefill).
 
     The first in the queue gets all that its prompt needs. If the prompt does not end in
     this step, one split is left for the others, the shortest first: a long prompt then
     blocks no short one, and still makes progress. While more sequences decode than wait
-    for their prompt, it gets a split, so that the step of the many is not much longer.
+    for their prompt, a split of a long prompt is a step's only chunk, so that the step
+    of the many is not much longer, and prompts that end within a split have the other
+    steps.
 
     Args:
         prefilling: Sequences in order; each lacks tokens.
         config: The budgets.
         decoding: Number of sequences that decode in this step.
+        turn: Whether it is the step of short prompts, where a long one is first.
 
     Returns:
         Each with the position where its chunk ends.
@@ -32,6 +39,15 @@ def choose_chunks(
     first, *others = prefilling
     tokens, keys = config.prefill_tokens, config.keys_budget
     if decoding > len(prefilling):
+        short = [
+            c
+            for c in prefilling
+            if c.target - c.kv <= config.split and c.order[0] == first.order[0]
+        ]
+        if short and (turn or first is short[0]):
+            first, *others = short
+        else:
+            others = []
         tokens = min(tokens, config.split * (2 if others else 1))
     others = heapq.nsmallest(
         config.prefill_requests - 1,

@@ -36,6 +36,8 @@ class Sequence:
     """Tokens that end it."""
     tokens: list[int]
     """Prompt and completion, as known to the host."""
+    plain: bool = False
+    """True if none of its tokens needs the full sampler."""
     adapter: int = 0
     """Index of its adapter in `SchedulerConfig.adapters`, from 1; 0 for none."""
     state: SequenceStatus = SequenceStatus.WAITING

@@ -100,7 +100,9 @@ class WaitingQueue:
         self.num_tokens -= len(c.request.prompt)
 
     def charge(self, served: Iterable[tuple[Sequence, int]]) -> None:
-        """Count the tokens served to the clients of sequences."""
+        """Count the tokens served to the clients of sequences, while others wait."""
+        if not self._new:
+            return
         tokens: dict[tuple[int, str], int] = {}
         for c, count in served:
             key = c.request.priority, c.request.client

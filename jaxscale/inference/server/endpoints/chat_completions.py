@@ -18,7 +18,7 @@ from jaxscale.inference.server.endpoints.conversation import Conversation, prepa
 from jaxscale.inference.server.generation import Usage, collect, merged
 from jaxscale.inference.server.logprobs import chat_logprobs
 from jaxscale.inference.server.schema.chat import Chat
-from jaxscale.inference.server.stream import attended, event_stream
+from jaxscale.inference.server.stream import attended, event_stream, varied
 from jaxscale.inference.tool_parser import CallDelta, ToolCall
 
 
@@ -113,7 +113,9 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-async def _events(call: _Call, caller: Caller) -> AsyncGenerator[dict[str, Any]]:
+async def _events(
+    call: _Call, caller: Caller
+) -> AsyncGenerator[dict[str, Any] | bytes]:
     """The parts of a stream."""
     request, body = call.conversation.request, call.body
     usage = Usage.of([request])
@@ -121,15 +123,18 @@ async def _events(call: _Call, caller: Caller) -> AsyncGenerator[dict[str, Any]]
     head = {**last, **({"usage": None} if body.wants_usage else {})}
     parts = [_Part(call, index) for index in range(request.params.n)]
     run = merged(call.conversation.model.backend, [request], caller.metrics)
-    first = call.prompt_ids()
+    always, first = body.wants_usage_always, call.prompt_ids()
+    with_choices = varied({**head, **first}, "choices")
     async with contextlib.aclosing(run) as outputs:
         async for number, output in outputs:
             usage.add(number, output)
-            if body.wants_usage_always:
+            if always:
                 head["usage"] = usage.body()
+                with_choices = varied({**head, **first}, "choices")
             for choice in parts[output.index].choices(output):
-                yield {**head, "choices": [choice], **first}
-                first = {}
+                yield with_choices([choice])
+                if first:
+                    first, with_choices = {}, varied(head, "choices")
     if body.wants_usage:
         yield {**last, "choices": [], "usage": usage.body()}
 

@@ -24,7 +24,7 @@ from jaxscale.inference.server.calls import (
 from jaxscale.inference.server.generation import Usage, collect, merged
 from jaxscale.inference.server.logprobs import CompletionLogprobs, prompt_logprobs
 from jaxscale.inference.server.schema.completions import Completion
-from jaxscale.inference.server.stream import attended, event_stream
+from jaxscale.inference.server.stream import attended, event_stream, varied
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,20 +225,23 @@ def _scores(
     ]
 
 
-async def _events(call: _Call, caller: Caller) -> AsyncGenerator[dict[str, Any]]:
+async def _events(
+    call: _Call, caller: Caller
+) -> AsyncGenerator[dict[str, Any] | bytes]:
     """The parts of a stream."""
     wants_usage = call.body.wants_usage
     usage = Usage.of(call.requests)
     head = {**call.head, **({"usage": None} if wants_usage else {})}
     parts = [_Part(call, number) for number in range(len(call.requests))]
+    always, with_choices = call.body.wants_usage_always, varied(head, "choices")
     run = merged(call.model.backend, call.requests, caller.metrics)
     async with contextlib.aclosing(run) as outputs:
         async for number, output in outputs:
             usage.add(number, output)
-            if call.body.wants_usage_always:
-                head["usage"] = usage.body()
+            if always:
+                with_choices = varied({**head, "usage": usage.body()}, "choices")
             for choice in parts[number].choices(output):
-                yield {**head, "choices": [choice]}
+                yield with_choices([choice])
     if wants_usage:
         yield {**call.head, "choices": [], "usage": usage.body()}
 
@@ -248,10 +251,11 @@ class _Part:
 
     def __init__(self, call: _Call, number: int) -> None:
         self._call, self._number = call, number
-        self._request = call.requests[number]
+        self._request, self._scored = call.requests[number], call.scored
         self._begun: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._lengths: dict[int, int] = {}
+        self._ids = call.body.return_token_ids
         # The log-probabilities of the prompt come with the first continuation.
         self._scores: Sequence[TokenLogprobs | None] | None = None
         self._held: list[Output] = []
@@ -260,7 +264,7 @@ class _Part:
         """What is to be sent now."""
         if output.prompt_logprobs:
             self._scores = output.prompt_logprobs
-        if self._call.scored and self._scores is None:
+        if self._scored and self._scores is None:
             self._held.append(output)
             return []
         ready, self._held = [*self._held, output], []
@@ -274,7 +278,7 @@ class _Part:
         if first:
             self._begun.add(index)
             text = (call.texts[self._number] if call.echo else "") + text
-            if call.scored:
+            if self._scored:
                 prompt = _scores(request, self._scores or ())
         items = output.logprobs
         tells = (
@@ -294,5 +298,5 @@ class _Part:
             "text": text,
             "logprobs": logprobs,
             "finish_reason": output.finish,
-            **call.ids(self._number, output, first=first),
+            **(call.ids(self._number, output, first=first) if self._ids else {}),
         }
