@@ -316,6 +316,7 @@ class EncoderModel(Pretrained, nnx.Module):
         cu_seqlens: Int[Array, "*B seqs_plus_1"] | None = None,
         token_types: Int[Array, "*B T"] | None = None,
         positions: Int[Array, "*B T"] | None = None,
+        checked: bool = False,
     ) -> Float[Array, "*B T D"]:
         """The activations of the last layer.
 
@@ -328,6 +329,8 @@ class EncoderModel(Pretrained, nnx.Module):
             token_types: Segment of each token, 0 or 1 for pairs; None is 0.
             positions: Position of each token in its sequence; counted from its start if
                 None.
+            checked: All ids, types and positions are known to be in their tables, which
+                saves some kernels.
 
         Raises:
             ValueError: `cu_seqlens` that are not traced do not fit the rows, a row is
@@ -343,7 +346,7 @@ class EncoderModel(Pretrained, nnx.Module):
             rows = [None if x is None else x[None] for x in rows]
             names = ("cu_seqlens", "token_types", "positions")
             named = dict(zip(names, rows, strict=True))
-            hidden = self.hidden(tokens[None], **named)
+            hidden = self.hidden(tokens[None], **named, checked=checked)
             # An Explicit axis, of one device too, must not split what is taken away.
             axes = (None, "tokens", "act_embed")
             return constrain(hidden, axes, self.rules)[0]
@@ -360,7 +363,11 @@ class EncoderModel(Pretrained, nnx.Module):
         places = state.positions + config.position_offset
         if config.position_offset and positions is None:
             places = _places(tokens, state.positions, config.position_offset, rules)
-        x, lost = look_up(state, self._lookups(tokens, places, token_types), rules)
+        lookups = self._lookups(tokens, places, token_types)
+        x, lost = look_up(state, lookups, rules, checked=checked)
+        if checked:
+            # One kernel sums the rows of all tables. XLA would store those of each.
+            x = jax.lax.optimization_barrier(x)
         x = self.embed_norm(x)
         x = embedded = x if self.embed_out is None else self.embed_out(x)
         variants = [config.attention(layer) for layer in range(config.num_layers)]

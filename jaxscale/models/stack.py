@@ -287,6 +287,8 @@ def look_up(
     lookups: Sequence[tuple[Int[Array, "B T"], Embed]],
     rules: AxisRules,
     row_axes: Sequence[tuple[str, ...]] | None = None,
+    *,
+    checked: bool = False,
 ) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"] | None]:
     """The sum of look-ups in several tables, and the tokens whose look-up failed.
 
@@ -299,13 +301,14 @@ def look_up(
         lookups: Indices, and the table that they are rows of.
         rules: The sharding rules.
         row_axes: The `row_axes` of each table, as `Embed` takes them; none if None.
+        checked: All indices are known to be in their tables.
 
     Returns:
-        The sum, and which tokens are undefined; None if rows are not packed, where NaN
-        stays in its own row.
+        The sum, and which tokens are undefined; None if none can be, or if rows are not
+        packed, where NaN stays in its own row.
     """
     lost, split = None, row_axes or [()] * len(lookups)
-    if isinstance(state, Packed):
+    if isinstance(state, Packed) and not checked:
         placed = [constrain(at, ("batch", None), rules) for at, _ in lookups]
         outside = [
             (at < 0) | (at >= table.num_embeddings)
