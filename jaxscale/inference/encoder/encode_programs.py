@@ -224,10 +224,14 @@ class EncodePrograms:
                 pool.shutdown(wait=False)
             return [self._begun[shape] for shape in shapes]
 
-    def stand_in(self, shape: ProgramShape) -> ProgramShape:
+    def stand_in(self, shape: ProgramShape, texts: int) -> ProgramShape:
         """The smallest compiled program that does what one of `shape` would do.
 
         That of `shape` itself, which is waited for, if none is compiled.
+
+        Args:
+            shape: What is wanted.
+            texts: Most texts of a row, which may be far fewer than there is room for.
         """
         ready = self._begun.get(shape)
         if ready is not None and ready.done():
@@ -237,7 +241,7 @@ class EncodePrograms:
             for other in self._compiled()
             if other.method == shape.method
             and other.size >= shape.size
-            and other.room >= shape.room
+            and other.room >= texts
         ]
         return min(fit, default=shape)
 

@@ -396,15 +396,18 @@ class Encoder:
             stand_in: A program of a larger size stands in for one that is not compiled
                 yet, if there is any; otherwise it is waited for.
         """
-        plan = self._plan(texts, token_budget)
-        shapes = [ProgramShape(method, *shape) for _, *shape in self._steps(plan)]
+        steps = list(self._steps(self._plan(texts, token_budget)))
+        shapes = [ProgramShape(method, *shape) for _, *shape in steps]
         self._programs.begin(shapes)
         if stand_in:
-            shapes = map(self._programs.stand_in, shapes)
+            shapes = [
+                self._programs.stand_in(shape, max(map(len, rows)))
+                for shape, (rows, *_) in zip(shapes, steps, strict=True)
+            ]
         with self._on_mesh():
             return [
                 self._launch(texts, rows, shape)
-                for (rows, *_), shape in zip(self._steps(plan), shapes, strict=True)
+                for (rows, *_), shape in zip(steps, shapes, strict=True)
             ]
 
     def read(self, launched: Launched) -> Iterator[tuple[int, np.ndarray]]:

@@ -238,9 +238,19 @@ def test_what_was_compiled_before_is_taken(wait):
         encoder.compile(token_budget=0)
 
 
-def test_a_larger_program_stands_in_for_one_that_is_not_compiled(monkeypatch):
+@pytest.mark.parametrize(
+    ("many", "budget"),
+    [
+        (texts(3), 160),
+        # Many short texts want more room than what stands in has, but do not need it.
+        ([[2, 5, 3]] * 36, 300),
+    ],
+)
+def test_a_larger_program_stands_in_for_one_that_is_not_compiled(
+    monkeypatch, many, budget
+):
     encoder = make()
-    encoder.compile(token_budget=160, sizes="largest")
+    encoder.compile(token_budget=budget, sizes="largest")
     assert encoder.num_compiled == (1, 1)
     go_on, compile = threading.Event(), encoder._programs._compile
 
@@ -249,15 +259,14 @@ def test_a_larger_program_stands_in_for_one_that_is_not_compiled(monkeypatch):
         compile(shape)
 
     monkeypatch.setattr(encoder._programs, "_compile", slow)
-    many = texts(3)
     tokens = encoder.tokenize(many)
-    (launched,) = encoder.launch("encode", tokens, 160, stand_in=True)
+    (launched,) = encoder.launch("encode", tokens, budget, stand_in=True)
     found = dict(encoder.read(launched))
     assert encoder.num_compiled == (1, 2)
     go_on.set()
-    expected = encoder.encode(tokens, token_budget=160)
+    expected = encoder.encode(tokens, token_budget=budget)
     assert encoder.num_compiled == (2, 2)
-    for i in range(3):
+    for i in range(len(many)):
         np.testing.assert_allclose(found[i], expected[i], atol=1e-5)
 
 
