@@ -38,6 +38,8 @@ OURS = (
     "jaxscale_overlap",
     "jaxscale_fp8",
     "jaxscale_fp8_tensorwise",
+    "jaxscale_pinned",
+    "jaxscale_spins",
     "tile_wise",
     "tew",
 )
