@@ -139,7 +139,7 @@ def single_block(blocks: Block, layer: int) -> Block:
 
 def run_stack[State: AttentionState](
     blocks: Block | Sequence[Block],
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T D"] | Any,
     state: State,
     *,
     variants: Sequence[AttentionConfig | None],
@@ -154,7 +154,7 @@ def run_stack[State: AttentionState](
 
     Args:
         blocks: The stack, or the result of `unstacked`, which is not scanned.
-        x: Residual stream.
+        x: Residual stream; or what else the blocks take and return, without a scan.
         state: The attention state, whose carried fields are passed from layer to layer.
         variants: The attention of each layer. A scan compiles the shortest pattern that
             repeats.

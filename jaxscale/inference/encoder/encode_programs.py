@@ -298,8 +298,20 @@ def _pinned(leaves: Iterable[Any]) -> SingleDeviceSharding | None:
     return SingleDeviceSharding(devices.pop(), memory_kind="pinned_host")
 
 
-def _hidden(model: EncoderModel, tokens: Array, types: Any, bounds: Array) -> Array:
-    return model.hidden(tokens, cu_seqlens=bounds, token_types=types, checked=True)
+_FEW_TOKENS = 256
+"""Rows of at most so many tokens may have norms in matmuls."""
+
+
+def _hidden(
+    model: EncoderModel, tokens: Array, types: Any, bounds: Array, fused: bool
+) -> Array:
+    return model.hidden(
+        tokens,
+        cu_seqlens=bounds,
+        token_types=types,
+        checked=True,
+        fused_norms=fused and tokens.size <= _FEW_TOKENS,
+    )
 
 
 def embed(
@@ -310,9 +322,10 @@ def embed(
     *,
     pooling: Pooling,
     normalize: bool,
+    fused: bool = False,
 ) -> Float[Array, "B S D"]:
-    """A vector of each text, fp32."""
-    hidden = _hidden(model, tokens, types, bounds)
+    """A vector of each text, fp32; `fused` is `Encoder.fused_norms`."""
+    hidden = _hidden(model, tokens, types, bounds, fused)
     vectors = pool(hidden, bounds, pooling, model.rules).astype(jnp.float32)
     if not normalize:
         return vectors
@@ -325,9 +338,11 @@ def answer(
     tokens: Int[Array, "B T"],
     types: Int[Array, "B T"] | None,
     bounds: Int[Array, "B seqs_plus_1"],
+    *,
+    fused: bool = False,
 ) -> Float[Array, "B _ C"]:
     """What the head says of each text, or of each token."""
-    return model.answer(_hidden(model, tokens, types, bounds), bounds)
+    return model.answer(_hidden(model, tokens, types, bounds, fused), bounds)
 
 
 def _on_leaves(

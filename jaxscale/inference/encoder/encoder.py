@@ -74,6 +74,9 @@ class Encoder:
     spins: bool = False
     """Whether `encode` and `predict` look again and again for a result, which takes a
     CPU core, instead of being woken. Not measured yet."""
+    fused_norms: bool = False
+    """Whether programs of few tokens compute norms with the matmuls that read them: two
+    launches fewer a layer. Not measured yet."""
 
     @explain_keywords
     def __init__(
@@ -131,12 +134,18 @@ class Encoder:
         self.cuts = noted is not None
         """Whether `predict` truncates texts to `max_length` by default."""
         self.mesh = mesh
-        encode = functools.partial(embed, pooling=pooling, normalize=normalize)
+        fused = self.fused_norms and mesh is None
+        encode = functools.partial(
+            embed, pooling=pooling, normalize=normalize, fused=fused
+        )
         answers = model.head is not None and model.head.config.pools
         self._vectors = {"encode", "predict"} if answers else {"encode"}
         self._programs = EncodePrograms(
             self.model,
-            {"encode": encode, "predict": answer},
+            {
+                "encode": encode,
+                "predict": functools.partial(answer, fused=fused),
+            },
             vectors=self._vectors,
             rows=self._num_rows,
             types=config.token_types,

@@ -21,7 +21,11 @@ pytestmark = pytest.mark.skipif(
 LAYERS = 8
 
 
-def encoding(devices, size, room):
+class Fused(Encoder):
+    fused_norms = True
+
+
+def encoding(devices, size, room, fused=False):
     where = SingleDeviceSharding(devices[0])
     config = dataclasses.replace(encoder_preset("bert_base"), num_layers=LAYERS)
     types = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
@@ -31,7 +35,8 @@ def encoding(devices, size, room):
     model = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), model
     )
-    encoder = Encoder(model, Tokenizer.train(["to be"], vocab_size=256 + 1))
+    kind = Fused if fused else Encoder
+    encoder = kind(model, Tokenizer.train(["to be"], vocab_size=256 + 1))
     programs = encoder._programs
     width = programs._width(size, room)
     batch = jax.ShapeDtypeStruct((1, width), jnp.int32, sharding=where)
