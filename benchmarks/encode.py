@@ -11,6 +11,8 @@ the vectors. ``computed_tokens`` is what `Encoder` computes, padding and all.
 - ``jaxscale_pinned``: its program reads the tokens in pinned memory of the host
   (`Encoder.pinned_tokens`); ``jaxscale_spins``: and the host looks for the result again
   and again (`Encoder.spins`).
+- ``jaxscale_fused``: norms are computed with the matmuls that read them, for up to 256
+  tokens (`Encoder.fused_norms`); ``jaxscale_few``: all three.
 - ``jax_padded``: plain JAX on the padded batch, one program with pooling; its tokens
   already are on the GPU.
 - ``torch_compile``, ``torch_compile_graphs``, ``torch_cuda_graph``: transformers on the
@@ -78,6 +80,16 @@ class Spins(Pinned):
     """No sleep before the result."""
 
     spins = True
+
+
+class Fused(Encoder):
+    """Norms in matmuls."""
+
+    fused_norms = True
+
+
+class Few(Fused, Spins):
+    """All that is for few texts."""
 
 
 def ours(params: Params, kind: type[Encoder] = Encoder) -> Callable:
@@ -164,6 +176,8 @@ BENCHMARK = Benchmark(
         "jaxscale": Jax(ours, jit=False),
         "jaxscale_pinned": Jax(functools.partial(ours, kind=Pinned), jit=False),
         "jaxscale_spins": Jax(functools.partial(ours, kind=Spins), jit=False),
+        "jaxscale_fused": Jax(functools.partial(ours, kind=Fused), jit=False),
+        "jaxscale_few": Jax(functools.partial(ours, kind=Few), jit=False),
         "jax_padded": Jax(plain, jit=False),
         **{name: transformers(name) for name in GRAPHS},
     },

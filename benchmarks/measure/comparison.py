@@ -40,6 +40,8 @@ OURS = (
     "jaxscale_fp8_tensorwise",
     "jaxscale_pinned",
     "jaxscale_spins",
+    "jaxscale_fused",
+    "jaxscale_few",
     "tile_wise",
     "tew",
 )

@@ -232,7 +232,8 @@ class EncoderModel(Pretrained, nnx.Module):
     def can_fuse_norms(self) -> bool:
         """Whether all norms may be computed with the matmuls that read them."""
         between = (self.embed_out, self.first, self.convolution, self.norm)
-        return not self.scan_layers and all(layer is None for layer in between)
+        stack = self.blocks is not None and not self.scan_layers
+        return stack and all(layer is None for layer in between)
 
     def relative_table(self) -> Float[Array, "P D"] | None:
         """The table of relative positions, as attention layers read it."""
@@ -379,10 +380,8 @@ class EncoderModel(Pretrained, nnx.Module):
         if checked:
             # One kernel sums the rows of all tables. XLA would store those of each.
             x = jax.lax.optimization_barrier(x)
-        if fused_norms and self.can_fuse_norms:
-            x = Unnormalized(x, self.embed_norm)
-        else:
-            x = self.embed_norm(x)
+        fused = fused_norms and self.can_fuse_norms
+        x = x if fused else self.embed_norm(x)
         x = embedded = x if self.embed_out is None else self.embed_out(x)
         variants = [config.attention(layer) for layer in range(config.num_layers)]
         if self.first is not None:
@@ -397,15 +396,14 @@ class EncoderModel(Pretrained, nnx.Module):
                 order = [config.block_of(layer) for layer in range(config.num_layers)]
             x, _ = run_stack(
                 self.blocks,
-                x,
+                Unnormalized(x, self.embed_norm) if fused else x,
                 state,
                 variants=variants,
                 remat=self.remat,
                 scan=self.scan_layers,
                 order=order,
             )
-        if isinstance(x, Unnormalized):
-            x = x.normalized()
+            x = x.normalized() if fused else x
         x = x if self.norm is None else self.norm(x)
         return lose(x, lost, rules)
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.checks import check_choice
 from jaxscale.nn.attention import AttentionConfig
-from jaxscale.nn.blocks import Block
+from jaxscale.nn.blocks import Block, Unnormalized
 from jaxscale.nn.context import packed_attention_saveable
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.self_attention import AttentionState, Packed
@@ -32,7 +32,7 @@ from pallas_kernels.matmul.dense import OUT_NAME as DENSE_NAME
 from pallas_kernels.tile_sparse_matmul.passes import OUT_NAME as TILE_SPARSE_NAME
 
 
-type _Carry = tuple[Array, tuple[Any, ...]]
+type _Carry = tuple[Any, tuple[Any, ...]]
 """The residual stream, and the carried part of the state."""
 type _Layer = tuple[Block, Array | None]
 """A block, and whether it is active."""
@@ -139,7 +139,7 @@ def single_block(blocks: Block, layer: int) -> Block:
 
 def run_stack[State: AttentionState](
     blocks: Block | Sequence[Block],
-    x: Float[Array, "B T D"] | Any,
+    x: Float[Array, "B T D"] | Unnormalized,
     state: State,
     *,
     variants: Sequence[AttentionConfig | None],
@@ -148,13 +148,13 @@ def run_stack[State: AttentionState](
     order: Sequence[int] | None = None,
     keep_gathered: bool = False,
     active: Bool[Array, "L"] | None = None,
-    call: Callable[[Block, Array, State], tuple[Array, State]] | None = None,
-) -> tuple[Float[Array, "B T D"], State]:
+    call: Callable[[Block, Any, State], tuple[Any, State]] | None = None,
+) -> tuple[Any, State]:
     """Run all blocks in turn, ``x, state = block(x, state)``.
 
     Args:
         blocks: The stack, or the result of `unstacked`, which is not scanned.
-        x: Residual stream; or what else the blocks take and return, without a scan.
+        x: Residual stream.
         state: The attention state, whose carried fields are passed from layer to layer.
         variants: The attention of each layer. A scan compiles the shortest pattern that
             repeats.
@@ -250,7 +250,7 @@ def _split(stack: Any) -> list[Any]:
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def _run_block(
     block: Block,
-    x: Array,
+    x: Array | Unnormalized,
     carried: tuple[Any, ...],
     state: AttentionState,
     layer: Array,
@@ -260,7 +260,7 @@ def _run_block(
 ) -> _Carry:
     """One layer; equal layers are traced and lowered once."""
 
-    def run(block: Block, x: Array, carried: tuple[Any, ...]) -> _Carry:
+    def run(block: Block, x: Any, carried: tuple[Any, ...]) -> _Carry:
         x, after = block(x, state.carrying(carried).at(layer, variant))
         return x, after.carried
 

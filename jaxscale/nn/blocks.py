@@ -478,16 +478,17 @@ class Block(nnx.Module):
     @explain_keywords
     def __call__(
         self, x: Float[Array, "B T D"] | Unnormalized, state: Any = None
-    ) -> tuple[Float[Array, "B T D"] | Unnormalized, Any]:
+    ) -> tuple[Any, Any]:
         """Transform the residual stream `x`.
 
         Args:
-            x: The residual stream, as it is returned.
+            x: The residual stream.
             state: Positions of the tokens, and the keys and values that they attend to;
                 made by `attention_state`. None is one sequence per row.
 
         Returns:
-            The residual stream, and the state with the keys and values of the tokens.
+            The residual stream, of the type of `x`, and the state with the keys and
+            values of the tokens.
         """
         if isinstance(x, Unnormalized):
             return self._run_unnormalized(x, state)
@@ -501,15 +502,16 @@ class Block(nnx.Module):
         self, stream: Unnormalized, state: State
     ) -> tuple[Unnormalized, State]:
         attention, mlp = self.attention, self.mlp
-        assert self.attention_norm is not None and self.mlp_norm is not None
+        norms = self.attention_norm, self.mlp_norm
+        assert isinstance(norms[0], LayerNorm) and isinstance(norms[1], LayerNorm)
         inputs = attention.inputs
         x, projected = stream.projected(inputs, [None] * len(inputs))
         attended, state = attention.attend(attention.split_heads(projected), state)
         total = x + attention.out(attention.join_heads(attended))
-        stream = Unnormalized(total, self.attention_norm)
+        stream = Unnormalized(total, norms[0])
         x, projected = stream.projected(mlp.inputs, mlp.activations)
         total = x + mlp.down(mlp.join(projected))
-        return Unnormalized(total, self.mlp_norm), state
+        return Unnormalized(total, norms[1]), state
 
     def _run[State: AttentionState](
         self, x: Array, state: State

@@ -141,7 +141,9 @@ def norm_dense(
             plgpu.wgmma_wait(0)
             return acc[...]
 
-        sums = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32))
+        sums = pl.run_scoped(
+            product, plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32)
+        )
         bias = _wide(_vector(bias_smem.at[0]), 1)
         # Rounded first, as by a matmul whose activation follows.
         sums = (sums + bias).astype(x.dtype).astype(jnp.float32)

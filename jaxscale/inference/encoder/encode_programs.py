@@ -65,7 +65,8 @@ class Launched(NamedTuple):
         Args:
             spin: Look again and again, instead of being woken.
         """
-        while spin and not self.result.is_ready():
+        result: Any = self.result
+        while spin and not result.is_ready():
             pass
         values = np.asarray(self.result, np.float32)
         self.done()

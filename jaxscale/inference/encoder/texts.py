@@ -136,6 +136,9 @@ def _encoded(
 def _cut(text: EncodedText, max_length: int | None) -> EncodedText:
     if max_length is None or len(text.ids) <= max_length:
         return text
-    parts = (text.ids, text.types, text.spans, text.control)
-    ids, types, spans, control = (part[:max_length] for part in parts)
-    return EncodedText(ids=ids, types=types, spans=spans, control=control)
+    return EncodedText(
+        ids=text.ids[:max_length],
+        types=text.types[:max_length],
+        spans=text.spans[:max_length],
+        control=text.control[:max_length],
+    )

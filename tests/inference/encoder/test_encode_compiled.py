@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks.encode import Fused
 from jaxscale.inference import Encoder
 from jaxscale.models import EncoderModel, Tokenizer, encoder_preset
 from tests.compiled import compile_for_h200
@@ -19,10 +20,6 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the plugin that compiles is for Linux"
 )
 LAYERS = 8
-
-
-class Fused(Encoder):
-    fused_norms = True
 
 
 def encoding(devices, size, room, fused=False):
@@ -58,6 +55,19 @@ def test_a_layer_is_seven_launches_and_all_are_one_graph(size, room, others):
     # Boundaries, positions, look-ups and their norm; two kernels read the vectors of
     # all layers, of which there are two sizes. Means are one kernel, or a matmul.
     assert len(launches) <= 7 * LAYERS + others
+
+
+@pytest.mark.parametrize("size", [128, *exhaustive(256)])
+def test_a_layer_of_few_tokens_may_be_five_launches(size):
+    """Norm, queries, keys and values; attention; sum; norm and hidden layer; sum."""
+    compiled = compile_for_h200(encoding, size, 32, True)
+    whole, *launches = compiled.thunks
+    assert whole == "kCommandBuffer"
+    kinds = [launch.split()[0] for launch in launches]
+    assert kinds.count("kCustomCall") == 3 * LAYERS
+    assert kinds.count("kCublasLtMatmul") == 2 * LAYERS
+    assert len(launches) <= 5 * LAYERS + 7
+    assert not any(kernel.spilled for kernel in compiled.kernels)
 
 
 def test_biases_and_norms_are_few_arguments():

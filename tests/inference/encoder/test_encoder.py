@@ -18,6 +18,7 @@ import tokenizers
 from flax import nnx
 from tokenizers import processors
 
+from benchmarks.encode import Fused, Spins
 from jaxscale.inference import Encoder
 from jaxscale.inference.encoder.encode_plan import budgets, usual_capacities
 from jaxscale.inference.encoder.encode_programs import ProgramShape
@@ -30,7 +31,9 @@ from jaxscale.models import (
     encoder_preset,
     save,
 )
+from jaxscale.nn import blocks
 from jaxscale.sharding import MeshConfig, create, fsdp_tp, make_mesh
+from pallas_kernels.matmul import norm_dense
 
 
 EXPECTED = Path(__file__).parents[2] / "fixtures" / "minilm" / "expected.safetensors"
@@ -308,14 +311,10 @@ def test_programs_write_into_memory_of_the_host():
     assert vectors.sharding.memory_kind == "pinned_host"
 
 
-class Pinned(Encoder):
-    pinned_tokens = spins = True
-
-
 def test_programs_read_tokens_in_memory_of_the_host():
     """Written again only once the program that reads them is done."""
     head = encoder_head(encoder_preset("bert_tiny"), "sequence", num_labels=3)
-    copied, pinned = make(head), make(head, kind=Pinned)
+    copied, pinned = make(head), make(head, kind=Spins)
     for seed in range(6):
         many = [*texts(30, seed=seed), ("the cat", "a mat")]
         for method in ("encode", "predict"):
@@ -334,6 +333,30 @@ def test_programs_read_tokens_in_memory_of_the_host():
     programs.done(batch)
     again = programs.batch(128, 32)
     assert again.pinned is batch.pinned and not again.whole.any()
+
+
+def test_norms_may_be_computed_with_the_matmuls_that_read_them(monkeypatch):
+    """Of few tokens."""
+    sizes = set()
+
+    def noted(x, *arguments, **options):
+        sizes.add(x.shape)
+        return norm_dense(x, *arguments, **options)
+
+    monkeypatch.setattr(blocks, "norm_dense", noted)
+    head = encoder_head(encoder_preset("bert_tiny"), "sequence", num_labels=3)
+    model = make(head).model.unstacked()
+    apart, fused = (kind(model, bert_tokenizer()) for kind in (Encoder, Fused))
+    many = [*texts(60), ("the cat", "a mat")]
+    for few in (many[:9], many):
+        for method in ("encode", "predict"):
+            want, found = (
+                getattr(encoder, method)(few, token_budget=512)
+                for encoder in (apart, fused)
+            )
+            np.testing.assert_allclose(found, want, atol=1e-4)
+    assert {tokens for _, tokens, _ in sizes} == {128}
+    assert {shape.size for shape in fused._programs._begun} > {128}
 
 
 def test_what_failed_to_compile_is_tried_again(monkeypatch):
