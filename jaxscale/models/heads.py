@@ -108,6 +108,10 @@ class HeadConfig:
         return self.kind in ("sequence", "pooler")
 
 
+_FEW_TOKENS, _FEW_SEQUENCES = 256, 32
+"""Of at most so many a GPU has means in one kernel. By a matmul it would take five."""
+
+
 def pool(
     hidden: Float[Array, "B T D"],
     cu_seqlens: Int[Array, "B seqs_plus_1"] | None,
@@ -140,16 +144,24 @@ def pool(
         if pooling == "first":
             first = hidden[jnp.minimum(cu[:-1], num_tokens - 1)]  # [S, D]
             return jnp.where(empty, jnp.zeros((), hidden.dtype), first)
+        count = jnp.maximum(cu[1:] - cu[:-1], 1)[:, None].astype(jnp.float32)
+        few = num_tokens <= _FEW_TOKENS and count.size <= _FEW_SEQUENCES
+        if pooling == "mean" and few:
+            at = jnp.arange(num_tokens)
+            member = (at >= cu[:-1, None]) & (at < cu[1:, None])  # [S, T]
+            shares = hidden.astype(jnp.float32) / count[:, None]  # [S, T, D]
+            # Selected, not multiplied: NaN stays in its sequence.
+            out = jnp.where(member[..., None], shares, 0).sum(axis=1)
+            return out.astype(hidden.dtype)
         ids = segment_ids_from_cu_seqlens(cu, num_tokens)
         if pooling == "max":
             values = hidden.astype(jnp.float32)
             ids = jnp.where(ids < 0, cu.shape[0] - 1, ids)
             out = jax.ops.segment_max(values, ids, cu.shape[0])[:-1]  # [S, D]
         else:
-            # A matmul, not a scatter: the same sums in the same order in every run.
             member = ids[None] == jnp.arange(cu.shape[0] - 1)[:, None]  # [S, T]
-            count = jnp.maximum(cu[1:] - cu[:-1], 1)[:, None].astype(jnp.float32)
-            # The zeros of the matmul would spread NaN to the other sequences.
+            # A matmul, not a scatter: the same sums in the same order in every run. Its
+            # zeros would spread NaN to the other sequences.
             finite = jnp.isfinite(hidden).all(axis=1)  # [T]
             values = jnp.where(((ids >= 0) & finite)[:, None], hidden, 0)
             spoiled = (member & ~finite).any(axis=1)[:, None]  # [S, 1]

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.checks import check_choice
 from jaxscale.nn.attention import AttentionConfig
-from jaxscale.nn.blocks import Block
+from jaxscale.nn.blocks import Block, Unnormalized
 from jaxscale.nn.context import packed_attention_saveable
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.self_attention import AttentionState, Packed
@@ -32,7 +32,7 @@ from pallas_kernels.matmul.dense import OUT_NAME as DENSE_NAME
 from pallas_kernels.tile_sparse_matmul.passes import OUT_NAME as TILE_SPARSE_NAME
 
 
-type _Carry = tuple[Array, tuple[Any, ...]]
+type _Carry = tuple[Any, tuple[Any, ...]]
 """The residual stream, and the carried part of the state."""
 type _Layer = tuple[Block, Array | None]
 """A block, and whether it is active."""
@@ -139,7 +139,7 @@ def single_block(blocks: Block, layer: int) -> Block:
 
 def run_stack[State: AttentionState](
     blocks: Block | Sequence[Block],
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T D"] | Unnormalized,
     state: State,
     *,
     variants: Sequence[AttentionConfig | None],
@@ -148,8 +148,8 @@ def run_stack[State: AttentionState](
     order: Sequence[int] | None = None,
     keep_gathered: bool = False,
     active: Bool[Array, "L"] | None = None,
-    call: Callable[[Block, Array, State], tuple[Array, State]] | None = None,
-) -> tuple[Float[Array, "B T D"], State]:
+    call: Callable[[Block, Any, State], tuple[Any, State]] | None = None,
+) -> tuple[Any, State]:
     """Run all blocks in turn, ``x, state = block(x, state)``.
 
     Args:
@@ -250,7 +250,7 @@ def _split(stack: Any) -> list[Any]:
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def _run_block(
     block: Block,
-    x: Array,
+    x: Array | Unnormalized,
     carried: tuple[Any, ...],
     state: AttentionState,
     layer: Array,
@@ -260,7 +260,7 @@ def _run_block(
 ) -> _Carry:
     """One layer; equal layers are traced and lowered once."""
 
-    def run(block: Block, x: Array, carried: tuple[Any, ...]) -> _Carry:
+    def run(block: Block, x: Any, carried: tuple[Any, ...]) -> _Carry:
         x, after = block(x, state.carrying(carried).at(layer, variant))
         return x, after.carried
 
@@ -287,6 +287,8 @@ def look_up(
     lookups: Sequence[tuple[Int[Array, "B T"], Embed]],
     rules: AxisRules,
     row_axes: Sequence[tuple[str, ...]] | None = None,
+    *,
+    checked: bool = False,
 ) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"] | None]:
     """The sum of look-ups in several tables, and the tokens whose look-up failed.
 
@@ -299,13 +301,14 @@ def look_up(
         lookups: Indices, and the table that they are rows of.
         rules: The sharding rules.
         row_axes: The `row_axes` of each table, as `Embed` takes them; none if None.
+        checked: All indices are known to be in their tables.
 
     Returns:
-        The sum, and which tokens are undefined; None if rows are not packed, where NaN
-        stays in its own row.
+        The sum, and which tokens are undefined; None if none can be, or if rows are not
+        packed, where NaN stays in its own row.
     """
     lost, split = None, row_axes or [()] * len(lookups)
-    if isinstance(state, Packed):
+    if isinstance(state, Packed) and not checked:
         placed = [constrain(at, ("batch", None), rules) for at, _ in lookups]
         outside = [
             (at < 0) | (at >= table.num_embeddings)

@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
+from jaxscale.inference.encoder.pinned_buffers import PinnedBuffer, PinnedBuffers
 from jaxscale.inference.encoder.stacked_vectors import StackedVectors
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
@@ -55,10 +56,20 @@ class Launched(NamedTuple):
     """Index and length of each text of each row."""
     result: Array
     """[B, S, D] or [B, T, C]."""
+    done: Callable[[], None] = lambda: None
+    """Called once the result is there."""
 
-    def results(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Index and result of each text, fp32, once they are there."""
+    def results(self, *, spin: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        """Index and result of each text, fp32, once they are there.
+
+        Args:
+            spin: Look again and again, instead of being woken.
+        """
+        result: Any = self.result
+        while spin and not result.is_ready():
+            pass
         values = np.asarray(self.result, np.float32)
+        self.done()
         for row, value in zip(self.rows, values, strict=False):
             place = 0
             for slot, (index, length) in enumerate(row):
@@ -78,6 +89,8 @@ class Batch(NamedTuple):
     """Part of it [rows, size]; None where the model has no types."""
     bounds: Any
     """Part of it [rows, room + 1]."""
+    pinned: PinnedBuffer | None = None
+    """The memory of it, if programs read it there."""
 
     @classmethod
     def of(cls, whole: Any, size: int, *, types: bool) -> "Batch":
@@ -86,8 +99,12 @@ class Batch(NamedTuple):
         parts = whole[:, :size], whole[:, size:end] if types else None, whole[:, end:]
         return cls(whole, *parts)
 
-    def fill(self, row: int, texts: Sequence[EncodedText]) -> None:
-        """Write texts into an empty row, on the host."""
+    def fill(self, row: int, texts: Sequence[EncodedText], num_types: int) -> None:
+        """Write texts into an empty row, on the host.
+
+        Raises:
+            ValueError: a token has a type that is none of `num_types`.
+        """
         ends = list(itertools.accumulate(len(text.ids) for text in texts))
         if not ends:
             return
@@ -101,6 +118,11 @@ class Batch(NamedTuple):
         ):
             types = [np.array(text.types, np.int32) for text in texts]
             np.concatenate(types, out=self.types[row, :end])
+            if not 0 <= self.types[row].min() <= self.types[row].max() < num_types:
+                raise ValueError(
+                    f"tokens have types up to {self.types[row].max()}, but the model "
+                    f"has {num_types} types, the first of which is 0"
+                )
 
 
 class EncodePrograms:
@@ -117,9 +139,10 @@ class EncodePrograms:
         *,
         vectors: Collection[str],
         rows: int,
-        types: bool,
+        types: int,
         mesh: Mesh | None,
         place: NamedSharding | None,
+        pinned: bool = False,
     ) -> None:
         """Flatten the model; nothing is compiled yet.
 
@@ -130,17 +153,22 @@ class EncodePrograms:
             vectors: Names of the functions whose results are small enough for pinned
                 memory.
             rows: Rows per batch.
-            types: Whether a batch has token types; otherwise they are None.
+            types: Token types of the model; a batch has some if there are several.
             mesh: The devices; None is one.
             place: Sharding of a batch; None is the first device.
+            pinned: A batch lies in pinned memory of the host, where programs read it;
+                not on a mesh.
         """
         leaves, tree = jax.tree.flatten(model)
         host = _pinned(leaves) if mesh is None else None
+        self._buffers = PinnedBuffers(host) if pinned and host is not None else None
         stacked = StackedVectors(leaves) if mesh is None else None
         self._leaves = tuple(leaves) if stacked is None else stacked.arrays
         self._jitted = {
             name: jax.jit(
-                functools.partial(_on_leaves, function, tree, stacked, types),
+                functools.partial(
+                    _on_leaves, function, tree, stacked, types > 1, self._buffers
+                ),
                 static_argnums=2,
                 out_shardings=host if name in vectors else None,
                 compiler_options=_OPTIONS,
@@ -153,22 +181,35 @@ class EncodePrograms:
         self._lock = threading.Lock()
         self._lowering = threading.Lock()  # Python, which calls need, too
 
-    def __call__(self, shape: ProgramShape, whole: np.ndarray | Array) -> Array:
-        """Run a program on a `Batch`, once it is compiled."""
+    def __call__(self, shape: ProgramShape, batch: Batch) -> Array:
+        """Run a program, once it is compiled."""
         ready = self._begun.get(shape)
         if ready is None:
             (ready,) = self.begin([shape])
         ready.result()
+        if batch.pinned is not None:
+            whole = batch.pinned.array
+        elif self._place is not None:
+            whole = jax.device_put(batch.whole, self._place)
+        else:  # the program takes it from the host, which is the fastest way
+            whole = batch.whole
         return self._jitted[shape.method](self._leaves, whole, shape.size)
 
     def batch(self, size: int, room: int) -> Batch:
         """Rows without texts, on the host."""
-        width = self._width(size, room)
-        whole = np.zeros((self._rows, width), np.int32)
-        return Batch.of(whole, size, types=self._types)
+        shape = self._rows, self._width(size, room)
+        buffer = None if self._buffers is None else self._buffers.take(shape)
+        whole = np.zeros(shape, np.int32) if buffer is None else buffer.view
+        batch = Batch.of(whole, size, types=self._types > 1)
+        return batch._replace(pinned=buffer)
+
+    def done(self, batch: Batch) -> None:
+        """Say that the program of a batch is done."""
+        if self._buffers is not None and batch.pinned is not None:
+            self._buffers.give_back(batch.pinned)
 
     def _width(self, size: int, room: int) -> int:
-        return size * (2 if self._types else 1) + room + 1
+        return size * (2 if self._types > 1 else 1) + room + 1
 
     def begin(
         self, shapes: Iterable[ProgramShape]
@@ -184,10 +225,14 @@ class EncodePrograms:
                 pool.shutdown(wait=False)
             return [self._begun[shape] for shape in shapes]
 
-    def stand_in(self, shape: ProgramShape) -> ProgramShape:
+    def stand_in(self, shape: ProgramShape, texts: int) -> ProgramShape:
         """The smallest compiled program that does what one of `shape` would do.
 
         That of `shape` itself, which is waited for, if none is compiled.
+
+        Args:
+            shape: What is wanted.
+            texts: Most texts of a row, which may be far fewer than there is room for.
         """
         ready = self._begun.get(shape)
         if ready is not None and ready.done():
@@ -197,7 +242,7 @@ class EncodePrograms:
             for other in self._compiled()
             if other.method == shape.method
             and other.size >= shape.size
-            and other.room >= shape.room
+            and other.room >= texts
         ]
         return min(fit, default=shape)
 
@@ -217,10 +262,11 @@ class EncodePrograms:
 
     def _compile(self, shape: ProgramShape) -> None:
         """Leave a program in the cache of its jitted function."""
+        pinned = None if self._buffers is None else self._buffers.where
         batch = jax.ShapeDtypeStruct(
             (self._rows, self._width(shape.size, shape.room)),
             jnp.int32,
-            sharding=self._place,
+            sharding=self._place if pinned is None else pinned,
         )
         mesh = self._mesh
         try:
@@ -253,8 +299,20 @@ def _pinned(leaves: Iterable[Any]) -> SingleDeviceSharding | None:
     return SingleDeviceSharding(devices.pop(), memory_kind="pinned_host")
 
 
-def _hidden(model: EncoderModel, tokens: Array, types: Any, bounds: Array) -> Array:
-    return model.hidden(tokens, cu_seqlens=bounds, token_types=types)
+_FEW_TOKENS = 256
+"""Rows of at most so many tokens may have norms in matmuls."""
+
+
+def _hidden(
+    model: EncoderModel, tokens: Array, types: Any, bounds: Array, fused: bool
+) -> Array:
+    return model.hidden(
+        tokens,
+        cu_seqlens=bounds,
+        token_types=types,
+        checked=True,
+        fused_norms=fused and tokens.size <= _FEW_TOKENS,
+    )
 
 
 def embed(
@@ -265,9 +323,10 @@ def embed(
     *,
     pooling: Pooling,
     normalize: bool,
+    fused: bool = False,
 ) -> Float[Array, "B S D"]:
-    """A vector of each text, fp32."""
-    hidden = _hidden(model, tokens, types, bounds)
+    """A vector of each text, fp32; `fused` is `Encoder.fused_norms`."""
+    hidden = _hidden(model, tokens, types, bounds, fused)
     vectors = pool(hidden, bounds, pooling, model.rules).astype(jnp.float32)
     if not normalize:
         return vectors
@@ -280,9 +339,11 @@ def answer(
     tokens: Int[Array, "B T"],
     types: Int[Array, "B T"] | None,
     bounds: Int[Array, "B seqs_plus_1"],
+    *,
+    fused: bool = False,
 ) -> Float[Array, "B _ C"]:
     """What the head says of each text, or of each token."""
-    return model.answer(_hidden(model, tokens, types, bounds), bounds)
+    return model.answer(_hidden(model, tokens, types, bounds, fused), bounds)
 
 
 def _on_leaves(
@@ -290,10 +351,13 @@ def _on_leaves(
     tree: Any,
     stacked: StackedVectors | None,
     types: bool,
+    pinned: PinnedBuffers | None,
     leaves: Any,
     whole: Array,
     size: int,
 ) -> Array:
+    if pinned is not None:
+        whole = jax.device_put(whole, jax.memory.Space.Device)
     batch = Batch.of(whole, size, types=types)
     if stacked is not None:
         leaves = stacked.leaves(leaves)

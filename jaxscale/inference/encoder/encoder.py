@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from jaxscale.checks import check_choice, check_type
 from jaxscale.inference.encoder.encode_plan import (
@@ -26,6 +26,7 @@ from jaxscale.inference.encoder.encode_plan import (
     usual_capacities,
 )
 from jaxscale.inference.encoder.encode_programs import (
+    Batch,
     EncodePrograms,
     Launched,
     ProgramShape,
@@ -66,6 +67,16 @@ class Encoder:
         >>> encoder.encode(["to be", "or not"], token_budget=64).shape
         (2, 32)
     """
+
+    pinned_tokens: bool = False
+    """Whether the tokens of a call lie in pinned memory of the host, where programs
+    read them, instead of being copied. A class may set it; not measured yet."""
+    spins: bool = False
+    """Whether `encode` and `predict` look again and again for a result, which takes a
+    CPU core, instead of being woken. Not measured yet."""
+    fused_norms: bool = False
+    """Whether programs of few tokens compute norms with the matmuls that read them: two
+    launches fewer a layer. Not measured yet."""
 
     @explain_keywords
     def __init__(
@@ -123,17 +134,24 @@ class Encoder:
         self.cuts = noted is not None
         """Whether `predict` truncates texts to `max_length` by default."""
         self.mesh = mesh
-        encode = functools.partial(embed, pooling=pooling, normalize=normalize)
+        fused = self.fused_norms and mesh is None
+        encode = functools.partial(
+            embed, pooling=pooling, normalize=normalize, fused=fused
+        )
         answers = model.head is not None and model.head.config.pools
         self._vectors = {"encode", "predict"} if answers else {"encode"}
         self._programs = EncodePrograms(
             self.model,
-            {"encode": encode, "predict": answer},
+            {
+                "encode": encode,
+                "predict": functools.partial(answer, fused=fused),
+            },
             vectors=self._vectors,
             rows=self._num_rows,
-            types=config.token_types > 1,
+            types=config.token_types,
             mesh=mesh,
             place=self._place,
+            pinned=self.pinned_tokens,
         )
 
     @classmethod
@@ -238,7 +256,7 @@ class Encoder:
         width = self.model.config.d_model
         rows = np.empty((len(texts), width), np.float32)
         for launched in found:
-            for index, vector in self.read(launched):
+            for index, vector in launched.results(spin=self.spins):
                 rows[index] = vector
         return rows
 
@@ -283,12 +301,12 @@ class Encoder:
         if not head.config.pools:
             answers: list[Any] = [None] * len(texts)
             for launched in found:
-                for index, rows in self.read(launched):
+                for index, rows in launched.results(spin=self.spins):
                     answers[index] = rows
             return answers
         logits = np.empty((len(texts), head.config.num_labels), np.float32)
         for launched in found:
-            for index, row in self.read(launched):
+            for index, row in launched.results(spin=self.spins):
                 logits[index] = row
         return logits
 
@@ -387,15 +405,18 @@ class Encoder:
             stand_in: A program of a larger size stands in for one that is not compiled
                 yet, if there is any; otherwise it is waited for.
         """
-        plan = self._plan(texts, token_budget)
-        shapes = [ProgramShape(method, *shape) for _, *shape in self._steps(plan)]
+        steps = list(self._steps(self._plan(texts, token_budget)))
+        shapes = [ProgramShape(method, *shape) for _, *shape in steps]
         self._programs.begin(shapes)
         if stand_in:
-            shapes = map(self._programs.stand_in, shapes)
+            shapes = [
+                self._programs.stand_in(shape, max(map(len, rows)))
+                for shape, (rows, *_) in zip(shapes, steps, strict=True)
+            ]
         with self._on_mesh():
             return [
                 self._launch(texts, rows, shape)
-                for (rows, *_), shape in zip(self._steps(plan), shapes, strict=True)
+                for (rows, *_), shape in zip(steps, shapes, strict=True)
             ]
 
     def read(self, launched: Launched) -> Iterator[tuple[int, np.ndarray]]:
@@ -466,7 +487,8 @@ class Encoder:
         batch = self._batch(texts, shape.size, shape.room)
         lengths = [[(i, len(encoded[i].ids)) for i in row] for row in rows]
         pooled = shape.method in self._vectors
-        return Launched(pooled, lengths, self._programs(shape, batch))
+        done = functools.partial(self._programs.done, batch)
+        return Launched(pooled, lengths, self._programs(shape, batch), done)
 
     def _steps(
         self, plan: EncodePlan
@@ -478,14 +500,12 @@ class Encoder:
 
     def _batch(
         self, rows: Sequence[Sequence[EncodedText]], size: int, room: int
-    ) -> np.ndarray | Array:
+    ) -> Batch:
         """The batch for `EncodePrograms`; missing rows are empty."""
         batch = self._programs.batch(size, room)
         for i, row in enumerate(rows):
-            batch.fill(i, row)
-        # Without a mesh the program takes it from the host, which is the fastest way.
-        place = self._place
-        return batch.whole if place is None else jax.device_put(batch.whole, place)
+            batch.fill(i, row, self.model.config.token_types)
+        return batch
 
     @property
     def _place(self) -> NamedSharding | None:

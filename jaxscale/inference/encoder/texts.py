@@ -4,6 +4,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
 
 
@@ -111,18 +113,32 @@ def _encoded(
     made = iter(found)
     encoded = []
     for i, text in enumerate(texts):
-        if isinstance(text, EncodedText):
-            encoded.append(text)
-            continue
-        if not isinstance(text, list):
+        if isinstance(text, (str, tuple)):
             encoded.append(next(made))
             continue
-        wrong = [token for token in text if not 0 <= token < vocab_size]
+        known = isinstance(text, EncodedText)
+        # Programs rely on it. A negative number is a large one without its sign.
+        if known and text.array.view(np.uint32).max(initial=0) < vocab_size:
+            encoded.append(_cut(text, max_length))
+            continue
+        ids = text.ids if known else text
+        wrong = [token for token in ids if not 0 <= token < vocab_size]
         if wrong:
             raise ValueError(
                 f"texts[{i}] holds the token {wrong[0]}, outside the vocabulary of "
                 f"{vocab_size}; token ids are those of the model's own tokenizer: send "
                 "texts instead"
             )
-        encoded.append(as_encoded(text[:max_length]))
+        encoded.append(as_encoded(ids[:max_length]))
     return encoded
+
+
+def _cut(text: EncodedText, max_length: int | None) -> EncodedText:
+    if max_length is None or len(text.ids) <= max_length:
+        return text
+    return EncodedText(
+        ids=text.ids[:max_length],
+        types=text.types[:max_length],
+        spans=text.spans[:max_length],
+        control=text.control[:max_length],
+    )

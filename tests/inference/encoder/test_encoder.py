@@ -18,9 +18,11 @@ import tokenizers
 from flax import nnx
 from tokenizers import processors
 
+from benchmarks.encode import Fused, Spins
 from jaxscale.inference import Encoder
 from jaxscale.inference.encoder.encode_plan import budgets, usual_capacities
 from jaxscale.inference.encoder.encode_programs import ProgramShape
+from jaxscale.inference.encoder.texts import as_encoded
 from jaxscale.models import (
     EncoderModel,
     HeadConfig,
@@ -29,7 +31,9 @@ from jaxscale.models import (
     encoder_preset,
     save,
 )
+from jaxscale.nn import blocks
 from jaxscale.sharding import MeshConfig, create, fsdp_tp, make_mesh
+from pallas_kernels.matmul import norm_dense
 
 
 EXPECTED = Path(__file__).parents[2] / "fixtures" / "minilm" / "expected.safetensors"
@@ -80,11 +84,11 @@ def texts(count, seed=0, longest=40):
     return [" ".join(rng.choice(WORDS, length)) for length in lengths]
 
 
-def make(head=None, **options):
+def make(head=None, kind=Encoder, **options):
     model = EncoderModel(encoder_preset("bert_tiny"), head=head, rngs=nnx.Rngs(0))
     # At their initial size the layers hardly change what goes in.
     model = jax.tree.map(lambda p: 8 * p, model)
-    return Encoder(model, bert_tokenizer(), **options)
+    return kind(model, bert_tokenizer(), **options)
 
 
 def one_by_one(encoder, text):
@@ -181,10 +185,10 @@ def test_batches_hold_tokens_types_and_boundaries():
         *(row + [0] * (size - len(row)) for row in (ids, types)),
         [0, *ends, *ends[-1:] * (room - len(ends))],
     ]
-    found = encoder._batch([[encoded[i] for i in order]], size, room)
+    found = encoder._batch([[encoded[i] for i in order]], size, room).whole
     assert found.dtype == np.int32 and any(types)
     np.testing.assert_array_equal(found, [list(itertools.chain(*want))])
-    np.testing.assert_array_equal(encoder._batch([], 8, 2), np.zeros((1, 19)))
+    np.testing.assert_array_equal(encoder._batch([], 8, 2).whole, np.zeros((1, 19)))
 
 
 def test_unscanned_layers_have_parameters_of_their_own(tmp_path):
@@ -237,9 +241,19 @@ def test_what_was_compiled_before_is_taken(wait):
         encoder.compile(token_budget=0)
 
 
-def test_a_larger_program_stands_in_for_one_that_is_not_compiled(monkeypatch):
+@pytest.mark.parametrize(
+    ("many", "budget"),
+    [
+        (texts(3), 160),
+        # Many short texts want more room than what stands in has, but do not need it.
+        ([[2, 5, 3]] * 36, 300),
+    ],
+)
+def test_a_larger_program_stands_in_for_one_that_is_not_compiled(
+    monkeypatch, many, budget
+):
     encoder = make()
-    encoder.compile(token_budget=160, sizes="largest")
+    encoder.compile(token_budget=budget, sizes="largest")
     assert encoder.num_compiled == (1, 1)
     go_on, compile = threading.Event(), encoder._programs._compile
 
@@ -248,15 +262,14 @@ def test_a_larger_program_stands_in_for_one_that_is_not_compiled(monkeypatch):
         compile(shape)
 
     monkeypatch.setattr(encoder._programs, "_compile", slow)
-    many = texts(3)
     tokens = encoder.tokenize(many)
-    (launched,) = encoder.launch("encode", tokens, 160, stand_in=True)
+    (launched,) = encoder.launch("encode", tokens, budget, stand_in=True)
     found = dict(encoder.read(launched))
     assert encoder.num_compiled == (1, 2)
     go_on.set()
-    expected = encoder.encode(tokens, token_budget=160)
+    expected = encoder.encode(tokens, token_budget=budget)
     assert encoder.num_compiled == (2, 2)
-    for i in range(3):
+    for i in range(len(many)):
         np.testing.assert_allclose(found[i], expected[i], atol=1e-5)
 
 
@@ -294,8 +307,56 @@ def test_one_program_is_lowered_at_a_time(monkeypatch):
 
 def test_programs_write_into_memory_of_the_host():
     programs = make()._programs
-    vectors = programs(ProgramShape("encode", 128, 32), programs.batch(128, 32).whole)
+    vectors = programs(ProgramShape("encode", 128, 32), programs.batch(128, 32))
     assert vectors.sharding.memory_kind == "pinned_host"
+
+
+def test_programs_read_tokens_in_memory_of_the_host():
+    """Written again only once the program that reads them is done."""
+    head = encoder_head(encoder_preset("bert_tiny"), "sequence", num_labels=3)
+    copied, pinned = make(head), make(head, kind=Spins)
+    for seed in range(6):
+        many = [*texts(30, seed=seed), ("the cat", "a mat")]
+        for method in ("encode", "predict"):
+            found, want = (
+                getattr(encoder, method)(many, token_budget=128)
+                for encoder in (pinned, copied)
+            )
+            np.testing.assert_array_equal(found, want)
+    programs = pinned._programs
+    free = [len(buffers) for buffers in programs._buffers._free.values()]
+    assert max(free) == 2  # of as many batches at a time
+    batch = programs.batch(128, 32)
+    batch.whole[:] = 7
+    assert batch.pinned.array.sharding.memory_kind == "pinned_host"
+    assert batch.pinned.array.unsafe_buffer_pointer() == batch.whole.ctypes.data
+    programs.done(batch)
+    again = programs.batch(128, 32)
+    assert again.pinned is batch.pinned and not again.whole.any()
+
+
+def test_norms_may_be_computed_with_the_matmuls_that_read_them(monkeypatch):
+    """Of few tokens."""
+    sizes = set()
+
+    def noted(x, *arguments, **options):
+        sizes.add(x.shape)
+        return norm_dense(x, *arguments, **options)
+
+    monkeypatch.setattr(blocks, "norm_dense", noted)
+    head = encoder_head(encoder_preset("bert_tiny"), "sequence", num_labels=3)
+    model = make(head).model.unstacked()
+    apart, fused = (kind(model, bert_tokenizer()) for kind in (Encoder, Fused))
+    many = [*texts(60), ("the cat", "a mat")]
+    for few in (many[:9], many):
+        for method in ("encode", "predict"):
+            want, found = (
+                getattr(encoder, method)(few, token_budget=512)
+                for encoder in (apart, fused)
+            )
+            np.testing.assert_allclose(found, want, atol=1e-4)
+    assert {tokens for _, tokens, _ in sizes} == {128}
+    assert {shape.size for shape in fused._programs._begun} > {128}
 
 
 def test_what_failed_to_compile_is_tried_again(monkeypatch):
@@ -515,6 +576,17 @@ def test_long_texts_are_cut_only_if_asked():
     np.testing.assert_allclose(got[1], want[0], atol=1e-5)
 
 
+def test_tokens_are_cut_too():
+    encoder = make(max_length=8)
+    (text,) = make().tokenize(["cat sat on the mat cat sat on the mat"])
+    assert len(text.ids) == 12
+    with pytest.raises(ValueError, match="has 12 tokens, more than max_length 8"):
+        encoder.encode([text], token_budget=64)
+    options = {"token_budget": 64, "truncate": True}
+    found = encoder.encode([text, text.ids, text.ids[:8]], **options)
+    np.testing.assert_allclose(found, found[[2, 2, 2]], atol=1e-5)
+
+
 def test_no_texts_give_no_results():
     assert make().encode([]).shape == (0, 32)
     head = encoder_head(encoder_preset("bert_tiny"), "sequence", num_labels=3)
@@ -544,6 +616,18 @@ def test_wrong_texts(wrong, error, message, no_shape_hook):
     for method in ("encode", "plan"):
         with pytest.raises(error, match=message):
             getattr(make(), method)(wrong, token_budget=64)
+
+
+def test_tokens_outside_of_the_tables():
+    encoder = make()
+    for wrong in (-1, 300, 2**31 - 1):
+        for text in ([2, wrong, 3], as_encoded([2, wrong, 3])):
+            message = rf"texts\[1\] holds the token {wrong}, outside"
+            with pytest.raises(ValueError, match=message):
+                encoder.encode([[2, 3], text], token_budget=64)
+    text = dataclasses.replace(as_encoded([2, 5, 3]), types=[0, 2, 0])
+    with pytest.raises(ValueError, match="types up to 2, but the model has 2 types"):
+        encoder.encode([text], token_budget=64)
 
 
 def test_texts_without_tokens(minilm):

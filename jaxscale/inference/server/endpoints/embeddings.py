@@ -56,7 +56,7 @@ def _answer(body: Embedding, name: str, rows: np.ndarray, tokens: int) -> Respon
         raise FloatingPointError("embeddings were not finite")
     if body.dimensions is not None:
         rows = rows[:, : body.dimensions]
-        # Their lengths are those that the whole vectors had.
+        # To length 1, whether the whole vectors have it or not, as OpenAI's.
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
         rows = rows / np.maximum(norms, 1e-12)
     as_text = body.encoding_format == "base64"

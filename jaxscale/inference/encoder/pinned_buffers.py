@@ -1,0 +1,67 @@
+"""Memory of the host that programs read where it is."""
+
+import collections
+import ctypes
+import math
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+
+class PinnedBuffer(NamedTuple):
+    """Pinned memory under two names."""
+
+    array: jax.Array
+    """What a program takes. Its values change, so nothing else may read it."""
+    view: np.ndarray
+    """What the host writes, while no program reads."""
+
+
+class PinnedBuffers:
+    """Buffers of int32 that are written again once their program is done.
+
+    An array of numpy is copied at each call: to memory that is allocated for it, by
+    another thread, and the program waits for that.
+
+    Example:
+        >>> device = jax.devices()[0]
+        >>> where = SingleDeviceSharding(device, memory_kind="pinned_host")
+        >>> buffers = PinnedBuffers(where)
+        >>> buffer = buffers.take((1, 3))
+        >>> buffer.view[0] = 4, 5, 6
+        >>> print(jax.jit(lambda x: x, out_shardings=where)(buffer.array))
+        [[4 5 6]]
+        >>> buffers.give_back(buffer)
+        >>> buffers.take((1, 3)).view
+        array([[0, 0, 0]], dtype=int32)
+    """
+
+    def __init__(self, where: SingleDeviceSharding) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            where: Pinned memory of a device.
+        """
+        self.where = where
+        self._free = collections.defaultdict[tuple[int, ...], list[PinnedBuffer]](list)
+
+    def take(self, shape: tuple[int, ...]) -> PinnedBuffer:
+        """A buffer that nothing else uses, with zeros."""
+        try:
+            buffer = self._free[shape].pop()  # threads get different ones
+        except IndexError:
+            return self._allocate(shape)
+        buffer.view.fill(0)
+        return buffer
+
+    def give_back(self, buffer: PinnedBuffer) -> None:
+        """Say that the program that reads a buffer is done."""
+        self._free[buffer.view.shape].append(buffer)
+
+    def _allocate(self, shape: tuple[int, ...]) -> PinnedBuffer:
+        zeros = jax.device_put(np.zeros(shape, np.int32), self.where)
+        address = zeros.block_until_ready().unsafe_buffer_pointer()
+        memory = (ctypes.c_int32 * math.prod(shape)).from_address(address)
+        return PinnedBuffer(zeros, np.frombuffer(memory, np.int32).reshape(shape))
