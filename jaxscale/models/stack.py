@@ -178,9 +178,13 @@ def run_stack[State: AttentionState](
             y, after = block(x, before) if call is None else call(block, x, before)
             return y if on is None else jnp.where(on, y, x), after.carried
 
-        return _checkpointed(body, remat, keep_gathered, scan=scan)
+        # Inside a scan, XLA cannot undo the recomputation by merging it with the forward
+        # pass; outside, it must be kept from doing so.
+        return _checkpointed(body, remat, keep_gathered, prevent_cse=not scan)
 
     stack = blocks, active
+    recomputes = REMAT_POLICIES[remat] is not None
+    in_place = recomputes and order is None and isinstance(blocks, Block)
 
     @functools.cache
     def layers() -> list[_Layer]:
@@ -224,8 +228,9 @@ def run_stack[State: AttentionState](
         (block, on), variant = block_at(layer), variants[layer]
         if call is None and on is None:
             number = jnp.int32(layer)
+            whole = jax.lax.stop_gradient(blocks) if in_place else None
             carry = _run_block(
-                block, *carry, state, number, variant, remat, keep_gathered
+                block, whole, *carry, state, number, variant, remat, keep_gathered
             )
         else:
             carry = run_layer(layer, variant)(carry, (block, on))
@@ -247,9 +252,10 @@ def _split(stack: Any) -> list[Any]:
     return [jax.tree.unflatten(tree, part) for part in zip(*parts, strict=True)]
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6, 7))
+@functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def _run_block(
     block: Block,
+    stack: Block | None,
     x: Array,
     carried: tuple[Any, ...],
     state: AttentionState,
@@ -258,18 +264,62 @@ def _run_block(
     remat: str,
     keep_gathered: bool,
 ) -> _Carry:
-    """One layer; equal layers are traced and lowered once."""
+    """One layer; equal layers are traced and lowered once.
 
-    def run(block: Block, x: Array, carried: tuple[Any, ...]) -> _Carry:
+    With a `stack`, the parameters are read from there, and `block` is what receives
+    their gradients: a checkpoint would make a copy of each part of a stack that it is
+    given, to read it again in the backward pass.
+    """
+
+    def run(
+        block: Block,
+        stack: Block | None,
+        x: Array,
+        carried: tuple[Any, ...],
+        state: AttentionState,
+    ) -> _Carry:
+        if stack is not None:
+            read = functools.partial(_read, _place(block, layer, x))
+            block = jax.tree.map(read, block, stack)
         x, after = block(x, state.carrying(carried).at(layer, variant))
         return x, after.carried
 
-    kept = _checkpointed(run, remat, keep_gathered, scan=False)
-    return kept(block, x, carried)
+    # What is closed over, the number of the layer, remains known to the compiler.
+    cse = (True,) * 5
+    kept = _checkpointed(run, remat, keep_gathered, prevent_cse=cse)
+    return kept(block, stack, x, carried, state)
+
+
+@jax.custom_vjp
+def _read(place: Array, part: Array, stack: Array) -> Array:
+    """``stack[place]``; the gradient is that of `part`, which has the same values."""
+    del part
+    return jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
+
+
+_read.defvjp(
+    lambda *args: (_read(*args), None), lambda _, gradient: (None, gradient, None)
+)
+
+
+def _place(block: Block, layer: Array, x: Array) -> Array:
+    """The number of a layer, as the compiler has to know it.
+
+    Kernels for 8 bits read a part of a stack in place where they know which. A
+    conversion to 16 bits reads it in place anyway, but where XLA knows which part it
+    is, it would rather convert the whole stack, for each layer.
+    """
+    if block.attention.out.quantization is not None:
+        return layer
+    return jax.lax.optimization_barrier((layer, jax.lax.stop_gradient(x)))[0]
 
 
 def _checkpointed[**P, R](
-    run: Callable[P, R], remat: str, keep_gathered: bool, *, scan: bool
+    run: Callable[P, R],
+    remat: str,
+    keep_gathered: bool,
+    *,
+    prevent_cse: bool | tuple[bool, ...],
 ) -> Callable[P, R]:
     """`run` with activation checkpointing as `remat` says."""
     policy = REMAT_POLICIES[remat]
@@ -277,9 +327,7 @@ def _checkpointed[**P, R](
         return run
     if keep_gathered and remat != "full":
         policy = _policies.save_from_both_policies(policy, _gathered_saveable)
-    # Inside a scan, XLA cannot undo the recomputation by merging it with the forward
-    # pass; outside, it must be kept from doing so.
-    return jax.checkpoint(run, policy=policy, prevent_cse=not scan)
+    return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
 
 
 def look_up(
