@@ -230,6 +230,51 @@ def test_tensor_parallel_training(tensor_parallel, kernels, collectives):
     assert copied < 0.04 * state
 
 
+def of_layers(devices, quantization):
+    """Gradients of three layers that compute elementwise operations again."""
+    where = SingleDeviceSharding(devices[0])
+    model = jax.eval_shape(
+        lambda: decoder(
+            3, remat="attention", scan_layers=False, quantization=quantization
+        )
+    )
+
+    def loss(model, tokens):
+        return model.hidden(tokens).astype(jnp.float32).sum()
+
+    tokens = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
+    inputs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        (model, tokens),
+    )
+    return jax.jit(jax.grad(loss)), inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_layers_read_their_weights_in_the_stack(quantization):
+    """No part of a stack is copied, and no stack is converted as a whole."""
+    found = compile_for_h200(of_layers, quantization)
+    assert [kernel for kernel in found.kernels if kernel.spilled] == []
+    part = 2048 * 8192
+    weights = [
+        w
+        for w in found.written(2**20)
+        if {TOKENS, ROWS * TOKENS}.isdisjoint(map(int, re.findall(r"\d+", w.shape)))
+    ]
+    copies = [w for w in weights if w.operation.endswith(("slice", "copy"))]
+    assert copies == []
+    if quantization is None:
+        # Gate, up and down are rounded for each pass, and nothing larger is.
+        rounded = [
+            w
+            for w in weights
+            if w.shape.startswith("bf16") and "custom-call" not in w.operation
+        ]
+        assert max(w.size for w in rounded) == 2 * part
+        assert sum(w.size == 2 * part for w in rounded) == 3 * 3 * 2
+
+
 def one_token(devices):
     """The value projection of one token of LLaMA-3 8B."""
     layer = jax.eval_shape(
