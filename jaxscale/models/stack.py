@@ -178,17 +178,24 @@ def run_stack[State: AttentionState](
             y, after = block(x, before) if call is None else call(block, x, before)
             return y if on is None else jnp.where(on, y, x), after.carried
 
-        # Inside a scan, XLA cannot undo the recomputation by merging it with the forward
-        # pass; outside, it must be kept from doing so.
+        # Inside a scan, XLA cannot undo the recomputation by merging it with the
+        # forward pass; outside, it must be kept from doing so.
         return _checkpointed(body, remat, keep_gathered, prevent_cse=not scan)
 
     stack = blocks, active
-    recomputes = REMAT_POLICIES[remat] is not None
-    in_place = recomputes and order is None and isinstance(blocks, Block)
 
     @functools.cache
     def layers() -> list[_Layer]:
         return _split(stack)
+
+    @functools.cache
+    def apart() -> tuple[list[Block], list[Block] | Block]:
+        """What receives the gradients of each block, and what it is read from."""
+        assert isinstance(blocks, Block)
+        fixed = jax.lax.stop_gradient(blocks)
+        if REMAT_POLICIES[remat] is None:
+            fixed = _split(fixed)
+        return _split(_as_computed(blocks)), fixed
 
     def block_at(layer: int) -> _Layer:
         layer = layer if order is None else order[layer]
@@ -227,10 +234,13 @@ def run_stack[State: AttentionState](
     for layer in range(done, num_layers):
         (block, on), variant = block_at(layer), variants[layer]
         if call is None and on is None:
-            number = jnp.int32(layer)
-            whole = jax.lax.stop_gradient(blocks) if in_place else None
+            number, values = jnp.int32(layer), None
+            if isinstance(blocks, Block) and order is None:
+                parts, values = apart()
+                block = parts[layer]
+                values = values if isinstance(values, Block) else values[layer]
             carry = _run_block(
-                block, whole, *carry, state, number, variant, remat, keep_gathered
+                block, values, *carry, state, number, variant, remat, keep_gathered
             )
         else:
             carry = run_layer(layer, variant)(carry, (block, on))
@@ -245,17 +255,43 @@ def _split(stack: Any) -> list[Any]:
     part is a sum of as many arrays as there are parts, each as large as the stack.
     """
     leaves, tree = jax.tree.flatten(stack)
-    parts = [
-        [part[0] for part in jax.lax.split(leaf, [1] * leaf.shape[0])]
-        for leaf in leaves
-    ]
+    parts = map(_parts, leaves)
     return [jax.tree.unflatten(tree, part) for part in zip(*parts, strict=True)]
+
+
+@jax.custom_vjp
+def _parts(stack: Array) -> list[Array]:
+    return [part[0] for part in jax.lax.split(stack, [1] * stack.shape[0])]
+
+
+def _joined(_: None, parts: list[Array]) -> tuple[Array]:
+    # Each reader would join them again, and could not share a pass with others.
+    stack = jax.lax.concatenate([part[None] for part in parts], 0)
+    return (jax.lax.optimization_barrier(stack),)
+
+
+_parts.defvjp(lambda stack: (_parts(stack), None), _joined)
+
+
+def _as_computed(blocks: Block) -> Block:
+    """A stack whose matrices have the type in which they are multiplied.
+
+    That is the type of their gradients, which are kept in it until they are used. fp8
+    layers round the parameters themselves, and their gradients are fp32.
+    """
+    layer: Any = blocks.mlp.down
+    if getattr(layer, "quantization", None) is not None:
+        return blocks
+    return jax.tree.map(
+        lambda x: x.astype(layer.dtype) if x.ndim > 2 else x,  # [L, in, out]
+        blocks,
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def _run_block(
     block: Block,
-    stack: Block | None,
+    values: Block | None,
     x: Array,
     carried: tuple[Any, ...],
     state: AttentionState,
@@ -266,35 +302,37 @@ def _run_block(
 ) -> _Carry:
     """One layer; equal layers are traced and lowered once.
 
-    With a `stack`, the parameters are read from there, and `block` is what receives
-    their gradients: a checkpoint would make a copy of each part of a stack that it is
-    given, to read it again in the backward pass.
+    With `values`, the parameters are read from there, and `block` is what receives
+    their gradients. They are a block, or the stack where activations are recomputed: a
+    checkpoint would copy each part of a stack that it is given, to read it again in the
+    backward pass.
     """
 
     def run(
         block: Block,
-        stack: Block | None,
+        values: Block | None,
         x: Array,
         carried: tuple[Any, ...],
         state: AttentionState,
     ) -> _Carry:
-        if stack is not None:
-            read = functools.partial(_read, _place(block, layer, x))
-            block = jax.tree.map(read, block, stack)
+        if values is not None:
+            place = None if remat == "none" else _place(block, layer, x)
+            block = jax.tree.map(functools.partial(_read, place), block, values)
         x, after = block(x, state.carrying(carried).at(layer, variant))
         return x, after.carried
 
     # What is closed over, the number of the layer, remains known to the compiler.
     cse = (True,) * 5
     kept = _checkpointed(run, remat, keep_gathered, prevent_cse=cse)
-    return kept(block, stack, x, carried, state)
+    return kept(block, values, x, carried, state)
 
 
 @jax.custom_vjp
-def _read(place: Array, part: Array, stack: Array) -> Array:
-    """``stack[place]``; the gradient is that of `part`, which has the same values."""
-    del part
-    return jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
+def _read(place: Array | None, part: Array, values: Array) -> Array:
+    """``values``, or ``values[place]``, with the type and the gradient of `part`."""
+    if place is not None:
+        values = jax.lax.dynamic_index_in_dim(values, place, keepdims=False)
+    return values.astype(part.dtype)
 
 
 _read.defvjp(
@@ -307,9 +345,10 @@ def _place(block: Block, layer: Array, x: Array) -> Array:
 
     Kernels for 8 bits read a part of a stack in place where they know which. A
     conversion to 16 bits reads it in place anyway, but where XLA knows which part it
-    is, it would rather convert the whole stack, for each layer.
+    is, it would rather convert the whole stack, for each layer, and where it may read
+    all of them at once, it keeps them all.
     """
-    if block.attention.out.quantization is not None:
+    if getattr(block.mlp.down, "quantization", None) is not None:
         return layer
     return jax.lax.optimization_barrier((layer, jax.lax.stop_gradient(x)))[0]
 

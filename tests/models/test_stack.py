@@ -93,7 +93,8 @@ def test_gradients_of_layers_are_joined_at_once(remat):
         if eqn.outvars[0].aval.shape in stacked
     )
     assert made["concatenate"] == len(jax.tree.leaves(model.blocks))
-    assert made.keys() <= {"concatenate", "stop_gradient"}
+    free = {"stop_gradient", "optimization_barrier"}
+    assert made.keys() <= {"concatenate"} | free
 
 
 @pytest.mark.parametrize("remat", ["none", "attention"])
@@ -148,7 +149,8 @@ def test_recomputed_layers_have_the_gradients_of_the_others(remat, quantization)
 
         def loss(model):
             hidden = model.hidden(jnp.arange(8)[None])
-            return (hidden * jnp.linspace(-1, 1, hidden.size).reshape(hidden.shape)).sum()
+            weights = jnp.linspace(-1, 1, hidden.size).reshape(hidden.shape)
+            return (hidden * weights).sum()
 
         return jax.jit(jax.grad(loss))(model)
 
