@@ -275,6 +275,37 @@ def test_layers_read_their_weights_in_the_stack(quantization):
         assert sum(w.size == 2 * part for w in rounded) == 3 * 3 * 2
 
 
+def step_of_layers(devices, quantization):
+    """A step of three layers on one device."""
+    where = SingleDeviceSharding(devices[0])
+    config = OptimizerConfig(warmup_steps=3)
+    optimizer, schedule = make_optimizer(config, 100), make_schedule(config, 100)
+    options = {"remat": "attention", "quantization": quantization}
+
+    def fresh():
+        return TrainState.create(decoder(3, scan_layers=False, **options), optimizer)
+
+    def on_device(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    def rows(dtype):
+        return jax.ShapeDtypeStruct((ROWS, TOKENS), dtype, sharding=where)
+
+    batch = Batch(rows(jnp.int32), rows(jnp.int32), rows(jnp.bool), None)
+    step = make_train_step(accumulated(next_token_loss()), optimizer, schedule=schedule)
+    return step, (jax.tree.map(on_device, jax.eval_shape(fresh)), batch)
+
+
+@pytest.mark.slow
+def test_a_stack_and_its_moments_are_updated_in_one_pass():
+    """Were gradients joined by what reads them, each moment would take a pass."""
+    found = compile_for_h200(step_of_layers, None)
+    stack = re.escape("f32[3,2048,8192]")
+    results = re.findall(rf"= (.*?{stack}.*?) fusion\(", found.hlo)
+    # Gate and up; nothing else makes an array as large.
+    assert [len(re.findall(stack, each)) for each in results] == [3, 3]
+
+
 def one_token(devices):
     """The value projection of one token of LLaMA-3 8B."""
     layer = jax.eval_shape(
