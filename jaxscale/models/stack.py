@@ -178,13 +178,24 @@ def run_stack[State: AttentionState](
             y, after = block(x, before) if call is None else call(block, x, before)
             return y if on is None else jnp.where(on, y, x), after.carried
 
-        return _checkpointed(body, remat, keep_gathered, scan=scan)
+        # Inside a scan, XLA cannot undo the recomputation by merging it with the
+        # forward pass; outside, it must be kept from doing so.
+        return _checkpointed(body, remat, keep_gathered, prevent_cse=not scan)
 
     stack = blocks, active
 
     @functools.cache
     def layers() -> list[_Layer]:
         return _split(stack)
+
+    @functools.cache
+    def apart() -> tuple[list[Block], list[Block] | Block]:
+        """What receives the gradients of each block, and what it is read from."""
+        assert isinstance(blocks, Block)
+        fixed = jax.lax.stop_gradient(blocks)
+        if REMAT_POLICIES[remat] is None:
+            fixed = _split(fixed)
+        return _split(_as_computed(blocks)), fixed
 
     def block_at(layer: int) -> _Layer:
         layer = layer if order is None else order[layer]
@@ -223,9 +234,13 @@ def run_stack[State: AttentionState](
     for layer in range(done, num_layers):
         (block, on), variant = block_at(layer), variants[layer]
         if call is None and on is None:
-            number = jnp.int32(layer)
+            number, values = jnp.int32(layer), None
+            if isinstance(blocks, Block) and order is None:
+                parts, values = apart()
+                block = parts[layer]
+                values = values if isinstance(values, Block) else values[layer]
             carry = _run_block(
-                block, *carry, state, number, variant, remat, keep_gathered
+                block, values, *carry, state, number, variant, remat, keep_gathered
             )
         else:
             carry = run_layer(layer, variant)(carry, (block, on))
@@ -240,16 +255,43 @@ def _split(stack: Any) -> list[Any]:
     part is a sum of as many arrays as there are parts, each as large as the stack.
     """
     leaves, tree = jax.tree.flatten(stack)
-    parts = [
-        [part[0] for part in jax.lax.split(leaf, [1] * leaf.shape[0])]
-        for leaf in leaves
-    ]
+    parts = map(_parts, leaves)
     return [jax.tree.unflatten(tree, part) for part in zip(*parts, strict=True)]
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6, 7))
+@jax.custom_vjp
+def _parts(stack: Array) -> list[Array]:
+    return [part[0] for part in jax.lax.split(stack, [1] * stack.shape[0])]
+
+
+def _joined(_: None, parts: list[Array]) -> tuple[Array]:
+    # Each reader would join them again, and could not share a pass with others.
+    stack = jax.lax.concatenate([part[None] for part in parts], 0)
+    return (jax.lax.optimization_barrier(stack),)
+
+
+_parts.defvjp(lambda stack: (_parts(stack), None), _joined)
+
+
+def _as_computed(blocks: Block) -> Block:
+    """A stack whose matrices have the type in which they are multiplied.
+
+    That is the type of their gradients, which are kept in it until they are used. fp8
+    layers round the parameters themselves, and their gradients are fp32.
+    """
+    layer: Any = blocks.mlp.down
+    if getattr(layer, "quantization", None) is not None:
+        return blocks
+    return jax.tree.map(
+        lambda x: x.astype(layer.dtype) if x.ndim > 2 else x,  # [L, in, out]
+        blocks,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def _run_block(
     block: Block,
+    values: Block | None,
     x: Array | Unnormalized,
     carried: tuple[Any, ...],
     state: AttentionState,
@@ -258,18 +300,65 @@ def _run_block(
     remat: str,
     keep_gathered: bool,
 ) -> _Carry:
-    """One layer; equal layers are traced and lowered once."""
+    """One layer; equal layers are traced and lowered once.
 
-    def run(block: Block, x: Any, carried: tuple[Any, ...]) -> _Carry:
+    With `values`, the parameters are read from there, and `block` is what receives
+    their gradients. They are a block, or the stack where activations are recomputed: a
+    checkpoint would copy each part of a stack that it is given, to read it again in the
+    backward pass.
+    """
+
+    def run(
+        block: Block,
+        values: Block | None,
+        x: Any,
+        carried: tuple[Any, ...],
+        state: AttentionState,
+    ) -> _Carry:
+        if values is not None:
+            place = None if remat == "none" else _place(block, layer, x)
+            block = jax.tree.map(functools.partial(_read, place), block, values)
         x, after = block(x, state.carrying(carried).at(layer, variant))
         return x, after.carried
 
-    kept = _checkpointed(run, remat, keep_gathered, scan=False)
-    return kept(block, x, carried)
+    # What is closed over, the number of the layer, remains known to the compiler.
+    cse = (True,) * 5
+    kept = _checkpointed(run, remat, keep_gathered, prevent_cse=cse)
+    return kept(block, values, x, carried, state)
+
+
+@jax.custom_vjp
+def _read(place: Array | None, part: Array, values: Array) -> Array:
+    """``values``, or ``values[place]``, with the type and the gradient of `part`."""
+    if place is not None:
+        values = jax.lax.dynamic_index_in_dim(values, place, keepdims=False)
+    return values.astype(part.dtype)
+
+
+_read.defvjp(
+    lambda *args: (_read(*args), None), lambda _, gradient: (None, gradient, None)
+)
+
+
+def _place(block: Block, layer: Array, x: Array) -> Array:
+    """The number of a layer, as the compiler has to know it.
+
+    Kernels for 8 bits read a part of a stack in place where they know which. A
+    conversion to 16 bits reads it in place anyway, but where XLA knows which part it
+    is, it would rather convert the whole stack, for each layer, and where it may read
+    all of them at once, it keeps them all.
+    """
+    if getattr(block.mlp.down, "quantization", None) is not None:
+        return layer
+    return jax.lax.optimization_barrier((layer, jax.lax.stop_gradient(x)))[0]
 
 
 def _checkpointed[**P, R](
-    run: Callable[P, R], remat: str, keep_gathered: bool, *, scan: bool
+    run: Callable[P, R],
+    remat: str,
+    keep_gathered: bool,
+    *,
+    prevent_cse: bool | tuple[bool, ...],
 ) -> Callable[P, R]:
     """`run` with activation checkpointing as `remat` says."""
     policy = REMAT_POLICIES[remat]
@@ -277,9 +366,7 @@ def _checkpointed[**P, R](
         return run
     if keep_gathered and remat != "full":
         policy = _policies.save_from_both_policies(policy, _gathered_saveable)
-    # Inside a scan, XLA cannot undo the recomputation by merging it with the forward
-    # pass; outside, it must be kept from doing so.
-    return jax.checkpoint(run, policy=policy, prevent_cse=not scan)
+    return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
 
 
 def look_up(

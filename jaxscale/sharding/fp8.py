@@ -313,8 +313,10 @@ def _multiply_and_scatter(
             axis_name=form.names[0],
             out_dtype=dtype,
         )
-    wide = dtype if len(xs) == 1 else jnp.float32
-    outs = [_product(_rows(x), w, wide) for x, w in zip(xs, ws, strict=True)]
+    outs = [_product(_rows(x), w, dtype) for x, w in zip(xs, ws, strict=True)]
+    if len(outs) > 1:
+        # Parts in fp32 would double the traffic; operands of 8 bits lose far more.
+        outs = [out.astype(jnp.float32) for out in outs]
     out = functools.reduce(operator.add, outs).astype(dtype)  # [B T, N]
     tokens = xs[0].data.shape[:2]
     return _scattered(out.reshape(*tokens, out.shape[1]), form.names)

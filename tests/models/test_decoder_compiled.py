@@ -230,6 +230,84 @@ def test_tensor_parallel_training(tensor_parallel, kernels, collectives):
     assert copied < 0.04 * state
 
 
+def of_layers(devices, quantization):
+    """Gradients of three layers that compute elementwise operations again."""
+    where = SingleDeviceSharding(devices[0])
+    model = jax.eval_shape(
+        lambda: decoder(
+            3, remat="attention", scan_layers=False, quantization=quantization
+        )
+    )
+
+    def loss(model, tokens):
+        return model.hidden(tokens).astype(jnp.float32).sum()
+
+    tokens = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
+    inputs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        (model, tokens),
+    )
+    return jax.jit(jax.grad(loss)), inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_layers_read_their_weights_in_the_stack(quantization):
+    """No part of a stack is copied, and no stack is converted as a whole."""
+    found = compile_for_h200(of_layers, quantization)
+    assert [kernel for kernel in found.kernels if kernel.spilled] == []
+    part = 2048 * 8192
+    weights = [
+        w
+        for w in found.written(2**20)
+        if {TOKENS, ROWS * TOKENS}.isdisjoint(map(int, re.findall(r"\d+", w.shape)))
+    ]
+    copies = [w for w in weights if w.operation.endswith(("slice", "copy"))]
+    assert copies == []
+    if quantization is None:
+        # Gate, up and down are rounded for each pass, and nothing larger is; gradients
+        # are products, and joined.
+        rounded = [
+            w
+            for w in weights
+            if w.shape.startswith("bf16")
+            and not re.search("custom-call|concatenate", w.operation)
+        ]
+        assert max(w.size for w in rounded) == 2 * part
+        assert sum(w.size == 2 * part for w in rounded) == 3 * 3 * 2
+
+
+def step_of_layers(devices, quantization):
+    """A step of three layers on one device."""
+    where = SingleDeviceSharding(devices[0])
+    config = OptimizerConfig(warmup_steps=3)
+    optimizer, schedule = make_optimizer(config, 100), make_schedule(config, 100)
+    options = {"remat": "attention", "quantization": quantization}
+
+    def fresh():
+        return TrainState.create(decoder(3, scan_layers=False, **options), optimizer)
+
+    def on_device(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    def rows(dtype):
+        return jax.ShapeDtypeStruct((ROWS, TOKENS), dtype, sharding=where)
+
+    batch = Batch(rows(jnp.int32), rows(jnp.int32), rows(jnp.bool), None)
+    step = make_train_step(accumulated(next_token_loss()), optimizer, schedule=schedule)
+    return step, (jax.tree.map(on_device, jax.eval_shape(fresh)), batch)
+
+
+@pytest.mark.slow
+def test_a_stack_and_its_moments_are_updated_in_one_pass():
+    """Were gradients joined by what reads them, each moment would take a pass."""
+    found = compile_for_h200(step_of_layers, None)
+    stack = re.escape("f32[3,2048,8192]")
+    results = re.findall(rf"= (.*?{stack}.*?) fusion\(", found.hlo)
+    # Gate and up; nothing else makes an array as large.
+    assert [len(re.findall(stack, each)) for each in results] == [3, 3]
+
+
 def one_token(devices):
     """The value projection of one token of LLaMA-3 8B."""
     layer = jax.eval_shape(

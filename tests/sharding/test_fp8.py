@@ -126,6 +126,24 @@ def test_scales_are_the_smallest_powers_of_two_that_cut_off_nothing(dtype):
 
 
 @BOTH
+def test_gradients_of_several_layers_are_summed_in_fp32(quantization):
+    """What each of them adds is stored in 16 bits, as results of all layers are."""
+    short = [normal(B, T, K), normal(B, T, N, seed=4)]
+    short += [normal(K, N, seed=seed) for seed in (1, 2, 3)]
+    # Without bits that a computation in bf16 would lose before it rounds to fp8.
+    x, g, *ws = (jnp.asarray(each, jnp.bfloat16) for each in short)
+    axes = {"kernel_axes": [("embed", "mlp")] * 3, "rules": REPLICATED}
+    axes["out_axes"] = [("batch", None, "act_mlp")] * 3
+
+    def gradient(dtype):
+        product = partial(column_parallel, quantization=quantization, **axes)
+        _, back = jax.vjp(lambda x: product(x, ws), x.astype(dtype))
+        return back((g.astype(dtype),) * 3)[0]
+
+    assert relative_error(gradient(jnp.bfloat16), gradient(jnp.float32)) < 2**-7
+
+
+@BOTH
 def test_small_numbers_are_as_exact_as_large_ones(quantization):
     x, w = normal(B, T, K), normal(K, N, seed=1)
     product = partial(column, quantization=quantization)
