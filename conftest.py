@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,6 +123,26 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(autouse=True)
+def process_as_before() -> Iterator[None]:
+    """Give the next test the signal handlers and the environment that this one found.
+
+    What is made to be a process of its own, as a command is, leaves others.
+    """
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    environ = dict(os.environ)
+    yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler is not None:
+            signal.signal(number, handler)
+    for name in {*environ, *os.environ} - {"PYTEST_CURRENT_TEST"}:
+        if name not in environ:
+            del os.environ[name]
+        elif os.environ.get(name) != environ[name]:
+            os.environ[name] = environ[name]
 
 
 @pytest.fixture

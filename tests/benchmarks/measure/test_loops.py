@@ -247,7 +247,7 @@ def test_equal_programs_are_timed_once(monkeypatch):
     # One result of [16, 64] in bf16 on each device, and what a call gathers at most.
     result = 16 * 64 * 2 / 1e6
     assert result <= xla.metrics["memory_mb"] <= 4 * result
-    assert 0 < xla.metrics["compile_seconds"] < 60
+    assert xla.metrics["compile_seconds"] > 0
 
 
 def test_a_program_that_breaks_is_missed_by_all_of_its_names(monkeypatch):
