@@ -30,7 +30,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer):
-    compiler = GrammarCompiler(tokenizer, vocab_size=V, eos_ids=[0], seconds=30)
+    compiler = GrammarCompiler(tokenizer, vocab_size=V, eos_ids=[0], seconds=300)
     yield compiler
     compiler.close()
 
@@ -136,7 +136,7 @@ def test_rows_without_a_matcher_stay(compiler):
 
 def test_grammars_in_memory_are_bounded(tokenizer):
     """However large a pattern is that takes a few characters to write."""
-    compiler = GrammarCompiler(tokenizer, vocab_size=V, eos_ids=[0], seconds=30)
+    compiler = GrammarCompiler(tokenizer, vocab_size=V, eos_ids=[0], seconds=300)
     for length in (900_000, 90_000):
         with pytest.raises(InvalidRequest, match="too many expressions"):
             compiler.compile(Guide(kind="regex", text=f"a{{{length}}}"))

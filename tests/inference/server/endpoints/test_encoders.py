@@ -150,7 +150,7 @@ def test_calls_that_wait_are_computed_together(harness, model, passes):
         gone = call("to")
         await settle(lambda: model.load().waiting == 3)
         gone.cancel()
-        await asyncio.sleep(0.01)
+        await settle(gone.done)
         go_on.set()
         answers = [await one for one in calls]
         return answers, (await client.get("/metrics")).text
