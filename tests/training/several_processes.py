@@ -212,7 +212,7 @@ def answer(count: int, model: Path, out: Path, cpu: bool) -> str:
                 time.sleep(0.5)
         for process in processes:
             process.send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in processes] == [0] * count
+        assert [process.wait(120) for process in processes] == [0] * count
         return text
     finally:
         end(processes)

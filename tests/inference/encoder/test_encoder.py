@@ -246,7 +246,7 @@ def test_a_larger_program_stands_in_for_one_that_is_not_compiled(monkeypatch):
     go_on, compile = threading.Event(), encoder._programs._compile
 
     def slow(shape):
-        assert go_on.wait(60)
+        assert go_on.wait(600)
         compile(shape)
 
     monkeypatch.setattr(encoder._programs, "_compile", slow)

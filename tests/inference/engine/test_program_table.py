@@ -29,7 +29,7 @@ class Jitted:
         return self
 
     def compile(self):
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(600)
         if self.error is not None:
             raise self.error
         return print
