@@ -325,6 +325,9 @@ def test_process_that_restarts_while_others_are_awaited_is_let_in_again(port, ah
             with connect(port) as connection:
                 connection.sendall(b"jaxscale 1 3\n")
                 assert connection.recv(5) == b"wait\n"
+        with connect(port) as stranger:  # who is let go after that
+            stranger.sendall(b"nonsense\n")
+            assert stranger.recv(1) == b""
         ahead[0] = 2000.0
         connect(port).close()
     assert "1 of 3 processes (2) did not reach process 0" in errors[0]
