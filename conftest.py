@@ -7,8 +7,10 @@ they wait for each other and would starve on a small machine.
 
 import gc
 import importlib.util
+import logging
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,6 +124,32 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+LOGS = ("jaxscale", "jax", "absl")
+
+
+@pytest.fixture(autouse=True)
+def process_as_before() -> Iterator[None]:
+    """Give the next test the environment, signal handlers and log levels of this one.
+
+    What is made to be a process of its own, as a command is, leaves others.
+    """
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    levels = {log: log.level for log in map(logging.getLogger, LOGS)}
+    environ = dict(os.environ)
+    yield
+    for log, level in levels.items():
+        log.setLevel(level)
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler is not None:
+            signal.signal(number, handler)
+    for name in {*environ, *os.environ} - {"PYTEST_CURRENT_TEST"}:
+        if name not in environ:
+            del os.environ[name]
+        elif os.environ.get(name) != environ[name]:
+            os.environ[name] = environ[name]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def lint(root: Path) -> subprocess.CompletedProcess:
         env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

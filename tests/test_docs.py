@@ -61,7 +61,7 @@ def test_docs_build_without_warnings(tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=590,  # a minute of CPU time, where others may compute too
+        timeout=1400,  # a minute of CPU time, where others may compute too
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -175,7 +175,7 @@ def test_examples_run_on_one_device():
         env=environment,
         capture_output=True,
         text=True,
-        timeout=590,
+        timeout=1400,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]

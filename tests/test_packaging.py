@@ -74,7 +74,7 @@ def run(*command, **kwargs) -> str:
         [str(part) for part in command],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
         **kwargs,
     )

@@ -22,7 +22,7 @@ from jaxscale.checks import pip_install
 
 
 SECONDS = 2.0
-"""Time limit of a rendering."""
+"""Time limit of a rendering, in seconds of CPU: a busy host takes longer."""
 MAX_CHARACTERS = 2**23
 """Maximum length of a rendered text."""
 MEMORY = 2**30
@@ -44,7 +44,7 @@ class Workers:
         """Start without workers.
 
         Args:
-            seconds: Time limit of a rendering.
+            seconds: Time limit of a rendering, in seconds of CPU.
             memory: Bytes of address space of each worker.
             characters: Maximum length of a text.
         """
@@ -135,7 +135,7 @@ class Workers:
         if line:
             return json.loads(line)
         code = worker.wait()
-        if code == -signal.SIGALRM:
+        if code == -signal.SIGPROF:
             return {
                 "error": f"the chat template ran for more than {self._seconds} seconds"
             }

@@ -31,7 +31,7 @@ DIRECTORY = "supervisor"
 GAVE_UP = 4
 """Exit code of a driver that has given up."""
 
-_SETTLE_SECONDS = 0.5
+_SETTLE_SECONDS = 3.0  # a busy host may notice the end of a rank late
 _SHORT_SECONDS = 0.1
 _LONGEST_BACKOFF = 60.0
 _LONGEST_MOMENT = 0.5

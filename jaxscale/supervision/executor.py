@@ -24,9 +24,9 @@ from jaxscale.supervision.events import VARIABLE
 
 
 ALIVE_SECONDS = 1.0
-_LAST_WORDS_SECONDS = 0.5  # a socket of this host is read sooner
+_LAST_WORDS_SECONDS = 5.0  # a socket of this host is read sooner, unless it is busy
 _REPORT_SECONDS, _HOSTS_A_SECOND = 0.05, 6000
-_STACK_SECONDS = 0.3
+_STACK_SECONDS, _STACK_PAUSE = 2.0, 0.05  # a rank that is stopped writes none
 _RETRY_SECONDS = 0.25
 _LEAVE_SECONDS = 60.0
 _TAIL, _STACK = 2**12, 2**15  # bytes, and JSON may write six for one
@@ -87,7 +87,9 @@ class Executor:
         self._address = ""
         self._cycle, self._directory = 0, Path()
         self._seconds = report_seconds(1)
+        self._numbers: list[int] = []
         self._ranks: dict[int, RankProcess] = {}
+        """Of these numbers, those that could be started."""
         self._newest: dict[tuple[int, str], protocol.Moved] = {}
         self._untold: dict[tuple[int, str, int], protocol.Moved] = {}
         self._measured: list[protocol.Measured] = []
@@ -186,6 +188,7 @@ class Executor:
     async def _start(self, start: protocol.Start) -> None:
         await self._kill()
         self._cycle, self._directory = start.cycle, Path(start.directory)
+        self._numbers = start.ranks
         self._seconds = report_seconds(start.processes // len(start.ranks))
         self._newest, self._untold, self._faults = {}, {}, []
         self._measured = []
@@ -319,17 +322,24 @@ class Executor:
         asked = [
             rank for rank in self._ranks.values() if rank.speaks and not rank.exited
         ]
+        files = [self._file("stacks", rank.number) for rank in asked]
+        before = sizes = [_size(file) for file in files]
         for rank in asked:
             with contextlib.suppress(ProcessLookupError):
                 rank.process.send_signal(signal.SIGUSR1)
-        if asked:
-            await asyncio.sleep(_STACK_SECONDS)
-        for rank in self._ranks.values():
-            text = _tail(self._file("stacks", rank.number), _STACK)
-            answer = text if rank in asked else ""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STACK_SECONDS):
+                # Until all have written, and none has more to write.
+                while sizes != (sizes := [_size(file) for file in files]) or any(
+                    map(int.__eq__, sizes, before)
+                ):
+                    await asyncio.sleep(_STACK_PAUSE)
+        for number in self._numbers:
+            text = _tail(self._file("stacks", number), _STACK)
+            answer = text if self._ranks.get(number) in asked else ""
             # Escaped it may be longer, and too long a line would end the connection.
             answer = answer.encode("ascii", "replace").decode()
-            channel.send(protocol.Stack(rank=rank.number, text=answer))
+            channel.send(protocol.Stack(rank=number, text=answer))
 
     async def _kill(self) -> None:
         self._signal(signal.SIGKILL)
@@ -416,6 +426,13 @@ def _die_with_parent() -> None:
     """In a new process: have the kernel kill it when the executor dies."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def _tail(file: Path, most: int, start: int = 0) -> str:

@@ -27,7 +27,7 @@ class Sums:
 
     def read(self, launched):
         if self.hold is not None:
-            self.hold.wait(20)
+            self.hold.wait(120)
         for place, text in enumerate(launched):
             yield place, np.full(32, sum(text.ids), np.float32)
 

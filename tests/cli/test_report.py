@@ -57,10 +57,10 @@ def test_serve_ends_on_ctrl_c(tmp_path):
     try:
         url = process.stdout.readline().split()[1]
         assert url.startswith("http://127.0.0.1:")
-        data = json.load(urllib.request.urlopen(url + "data.json", timeout=60))
+        data = json.load(urllib.request.urlopen(url + "data.json", timeout=120))
         assert data["moments"][0]["silent"] == [5]
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     finally:
         process.kill()
         process.wait()

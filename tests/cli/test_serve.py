@@ -6,7 +6,6 @@ import functools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from jaxscale.models import (
     save,
 )
 from jaxscale.sharding import MeshConfig
+from tests.ports import free_port
 from tests.tiers import exhaustive
 
 
@@ -153,8 +153,7 @@ def test_a_longer_max_len_than_the_model_was_made_for(call, decoder):
 def test_a_process(decoder, tmp_path):
     """It loads, answers, and ends well at SIGTERM, with a stream in the middle."""
     programs = tmp_path / "programs"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [
             *(sys.executable, "-W", "error", "-m", "jaxscale", "serve", decoder),
@@ -170,7 +169,7 @@ def test_a_process(decoder, tmp_path):
     try:
         headers = {"authorization": "Bearer secret"}
         with httpx2.Client(
-            base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60
+            base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=120
         ) as client:
             ready(client, process)
             body = {"prompt": "to be", "max_tokens": 8, "temperature": 0}
@@ -183,7 +182,7 @@ def test_a_process(decoder, tmp_path):
                 process.send_signal(signal.SIGTERM)
                 text = stream.read().decode()
             assert text.endswith("data: [DONE]\n\n") and "error" not in text
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
     finally:
         process.kill()
         _, err = process.communicate()
@@ -191,7 +190,7 @@ def test_a_process(decoder, tmp_path):
     assert list(programs.glob("*.program"))  # for the next start
 
 
-def ready(client, process, seconds=120):
+def ready(client, process, seconds=300):
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
         try:

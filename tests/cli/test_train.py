@@ -18,6 +18,7 @@ from jaxscale.cli.serve import ServeConfig
 from jaxscale.models import PRESETS, Tokenizer
 from jaxscale.training import Diverged, TrainConfig, lock
 from tests.cli.test_serve import SIZES, answer
+from tests.ports import free_port
 
 
 TINY = [
@@ -214,9 +215,7 @@ def test_processes_that_find_different_text_are_told(tmp_path, text):
     other = tmp_path / "other"
     shutil.copytree(text, other)
     (other / "extra.txt").write_text("Only here. ")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     processes = []
     for rank, folder in enumerate([text, other]):
         cluster = {
@@ -238,7 +237,7 @@ def test_processes_that_find_different_text_are_told(tmp_path, text):
             )
         )
     for process in processes:
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=600)
         assert process.returncode == 2, err
         assert "the processes [1] found other text than process 0" in err
     assert not (tmp_path / "run").exists()

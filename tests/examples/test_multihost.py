@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import yaml
 from conftest import COMPILE_FAST
 from jaxscale.models import Tokenizer
 from tests.examples import launchers
+from tests.ports import free_port
 
 
 ROOT = Path(__file__).parents[2]
@@ -56,8 +56,6 @@ def job(tmp_path, monkeypatch):
         shim = tmp_path / "bin" / name
         shim.write_text(f'#!/bin/sh\nexec {" ".join(program)} "$@"\n')
         shim.chmod(0o755)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     for name, value in {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
@@ -65,7 +63,7 @@ def job(tmp_path, monkeypatch):
         "JAX_NUM_CPU_DEVICES": "2",
         "XLA_FLAGS": " ".join(COMPILE_FAST),
         "NPROC": "2",
-        "JAX_COORDINATOR_PORT": str(port),
+        "JAX_COORDINATOR_PORT": str(free_port()),
         # The second launcher of a test starts the same programs.
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -113,7 +111,7 @@ def start(*command):
         command, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     ) as process:
         try:
-            log = "".join(process.communicate(timeout=240))
+            log = "".join(process.communicate(timeout=600))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)  # launchers end what they started
             raise
@@ -140,7 +138,7 @@ def test_llama_by_slurm_and_by_jobset(job, monkeypatch):
         for command, environ in pods
     ]
     try:
-        outputs = [p.communicate(timeout=240)[0].decode() for p in processes]
+        outputs = [p.communicate(timeout=600)[0].decode() for p in processes]
     finally:
         for process in processes:
             process.kill()
@@ -230,10 +228,10 @@ def test_ssh_ends_all_processes_when_one_fails(job):
         "time.sleep(600)\n"
     )
     command = ["bash", "ssh.sh", HOSTS, "one fails.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stderr
     survivor = Path(f"/proc/{(job / '0').read_text()}")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while survivor.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not survivor.exists()

@@ -1,7 +1,10 @@
 """Models whose programs are compiled once for all tests of the engine."""
 
+import asyncio
+import contextlib
 import dataclasses
 import functools
+import threading
 import typing
 
 import jax
@@ -251,3 +254,20 @@ def four_devices():
     """Each has a query head; two of them read the same key/value head."""
     mesh = make_mesh({"tensor": 4}, jax.devices()[:4])
     return Served(LLAMA, mesh=mesh)
+
+
+@contextlib.contextmanager
+def in_step(engine):
+    """Have an engine go on only as the event loop does, which a busy host may stop."""
+    loop = asyncio.get_running_loop()
+
+    def wait():
+        done = threading.Event()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(loop.call_later, 0.01, done.set)
+        while not (done.wait(0.1) or loop.is_closed()):
+            pass
+
+    engine.after_tick.append(wait)
+    yield
+    engine.after_tick.remove(wait)

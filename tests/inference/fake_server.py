@@ -6,10 +6,14 @@ import threading
 
 
 class FakeServer:
-    """Answers every completion with its `max_tokens` events, `gap` seconds apart."""
+    """Answers every completion with its `max_tokens` events, `gap` seconds apart.
 
-    def __init__(self, *, first=0.0, gap=0.0, behave=None):
-        self.first, self.gap = first, gap
+    It begins when `together` are there, and `first` seconds have passed.
+    """
+
+    def __init__(self, *, first=0.0, gap=0.0, together=1, behave=None):
+        self.first, self.gap, self.together = first, gap, together
+        self._all_there = asyncio.Event()
         # Of the number of a request, what is wrong with its answer.
         self.behave = behave or (lambda number: None)
         self.bodies, self.headers, self.running, self.most = [], [], 0, 0
@@ -19,7 +23,7 @@ class FakeServer:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         start = asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result(10)
+        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result(120)
         port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         return self
@@ -32,9 +36,9 @@ class FakeServer:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-        asyncio.run_coroutine_threadsafe(stop(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(stop(), self._loop).result(120)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(120)
         self._loop.close()
 
     async def _serve(self, reader, writer):
@@ -60,7 +64,10 @@ class FakeServer:
             return self._whole(writer, wrong, {"error": {"message": "too much"}})
         self.running += 1
         self.most = max(self.most, self.running)
+        if self.running == self.together:
+            self._all_there.set()
         try:
+            await self._all_there.wait()
             await self._stream(writer, json.loads(body), wrong)
         finally:
             self.running -= 1

@@ -141,14 +141,14 @@ class Soak:
 
     def _wait(self):
         """Until the engine has heard that the last clients have left."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while not self.engine.idle or self.engine._clients:
             assert time.monotonic() < end, "requests are left"
             time.sleep(0.002)
         asked = self.engine.admit(
             Request(prompt=[1], params=SamplingParams(max_tokens=0)), lambda news: None
         )
-        asked.result(timeout=10)  # whatever came before has been done
+        asked.result(timeout=120)  # whatever came before has been done
         while not self.engine.idle or self.engine._clients:
             time.sleep(0.002)
 

@@ -67,7 +67,7 @@ class SharedMemory(memory.GPUSharedMemory):
         self.unfinished: list[str] = []
         # Devices wait here for others that may themselves wait inside the kernel; a
         # failure there breaks these barriers at once.
-        self.meeting_timeout = 3 * run.timeout
+        self.meeting_timeout = max(3 * run.timeout, 300.0)
         super().__init__(
             barrier=threading.Barrier(barrier.parties, timeout=self.meeting_timeout),
             clean_up_barrier=threading.Barrier(

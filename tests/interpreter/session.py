@@ -109,7 +109,7 @@ def interpret_mosaic_gpu(
     detect_races: bool = False,
     allow_races: bool = False,
     concurrent_blocks: bool = False,
-    timeout: float = 60.0,
+    timeout: float = 300.0,
 ) -> Iterator[Run]:
     """Interpret every Mosaic GPU kernel traced in the block, on CPU devices.
 

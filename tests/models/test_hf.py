@@ -309,7 +309,7 @@ def test_blocks_are_read_several_at_a_time(monkeypatch):
 
     def read(self, name, index):
         if "layers.0.mlp.up_proj" in name or "layers.1.mlp.up_proj" in name:
-            two.wait(30)  # raises where nobody else comes
+            two.wait(120)  # raises where nobody else comes
         return original(self, name, index)
 
     monkeypatch.setattr(hf_files.Checkpoint, "read", read)

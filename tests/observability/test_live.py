@@ -27,7 +27,7 @@ def server(tmp_path, monkeypatch):
 
 
 def get(server, path, *, host=None, method="GET"):
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=60)
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=120)
     headers = {} if host is None else {"Host": host}
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
@@ -38,7 +38,7 @@ def get(server, path, *, host=None, method="GET"):
 
 def newest(server, wanted):
     """The data once `wanted` is true of them."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while time.monotonic() < until:
         data = json.loads(get(server, "/data.json")[1])
         if wanted(data):

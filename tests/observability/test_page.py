@@ -311,7 +311,7 @@ def browse(url, folder, width):
         [str(CHROMIUM), *options, f"--user-data-dir={folder}", "--dump-dom", url],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     return result.stdout, [x for x in result.stderr.splitlines() if "CONSOLE" in x]

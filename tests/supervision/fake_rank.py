@@ -5,7 +5,8 @@
 Each fault, ``kind:rank:step``, happens once, or with ``kind!`` at every start.
 At step -2 it happens in the second start, before that restores.
 ``slow:rank:0`` or ``slow:host:0`` is slow all the time. With another step than 0 it
-waits in that step until it is asked to stop.
+waits in that step until it is asked to stop. ``hold`` waits until there is a file
+called go, or it is asked to stop.
 """
 
 import contextlib
@@ -56,6 +57,9 @@ def main(directory, steps, *faults):
             loss = strike(faults, out, rank, step, batch, events)
             while not (at := places(meeting, count)) or min(at) < step - 1:
                 time.sleep(0.002)
+            if f"hold:{rank}:{step}" in faults:
+                while not (stopped or (out / "go").exists()):
+                    time.sleep(0.002)
             seconds = work(faults, rank, step, stopped)
             if "slow" in "".join(faults):  # a step this short says nothing otherwise
                 measure = {"computing": seconds, "waiting": 0.0}
@@ -95,22 +99,25 @@ def places(meeting, count):
 
 
 def work(faults, rank, step, stopped):
-    """A step of work, which takes ten times as long where it is slow; its seconds."""
+    """A step of work, which takes ten times as long where it is slow.
+
+    Returns the seconds that it asked for: a busy host may take others.
+    """
     words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")
     places = [str(rank), words[-2]]  # the name of this host
     slow = [f for f in faults for at in places if f.split(":")[:2] == ["slow", at]]
-    begun = time.monotonic()
-    time.sleep(10 * SECONDS if slow else SECONDS)
+    seconds = 10 * SECONDS if slow else SECONDS
+    time.sleep(seconds)
     while slow and slow[0].endswith(f":{step}") and not stopped:
         time.sleep(SECONDS)
-    return time.monotonic() - begun
+    return seconds
 
 
 def strike(faults, out, rank, step, batch, events):
     """Break, if it is this rank's turn; otherwise the loss."""
     for fault in faults:
         kind, who, when = fault.split(":")
-        if kind == "slow":
+        if kind in ("slow", "hold"):
             continue
         mark = out / f"struck-{fault}"
         at = batch if kind.startswith("spike") else step
@@ -119,6 +126,7 @@ def strike(faults, out, rank, step, batch, events):
         if not kind.endswith("!"):
             mark.touch()
         (out / "struck").write_text(str(time.time()))
+        events.flush()
         if kind.startswith("nan"):
             events.emit("not_finite", step, kind="fault")
             time.sleep(0.3)

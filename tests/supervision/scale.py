@@ -29,8 +29,10 @@ from jaxscale.supervision import (
     read_events,
     supervise,
 )
+from jaxscale.supervision.driver import Driver
 from jaxscale.supervision.executor import report_seconds
 from jaxscale.supervision.limits import allow_connections
+from tests.supervision.clock import goes_while
 
 
 RANKS = 8
@@ -47,6 +49,15 @@ class Job:
         self.hung = self.hung_step = None
         self.hung_at = 0.0
         """When the rank that hangs said its last word."""
+        self.meetings = {}
+
+    async def meet(self, place):
+        """Wait for all hosts, as the collectives of a step do."""
+        met = self.meetings.setdefault(place, [0, asyncio.Event()])
+        met[0] += 1
+        if met[0] == self.hosts:
+            self.meetings.pop(place)[1].set()
+        await met[1].wait()
 
     def hang(self, rank, step):
         self.hung, self.hung_step = rank, step
@@ -159,11 +170,12 @@ class Executor:
         late = report_seconds(self.job.hosts)
         self.move("joined")
         self.move("compile")
-        # All hosts do a step together, as the collectives of a job have it.
         while True:
             now = time.monotonic()
             seconds = self.job.step_seconds
-            await asyncio.sleep(seconds - now % seconds + late * random.random())
+            await asyncio.sleep(seconds - now % seconds)
+            await self.job.meet((self.cycle, self.step))
+            await asyncio.sleep(late * random.random())
             if self.job.hangs(self.step):
                 # The others have handed over the next step, and wait in it.
                 others = [rank for rank in self.ranks if rank != self.job.hung]
@@ -222,17 +234,18 @@ class Figures:
 class Simulation:
     """A driver, its executors, and what happens to them."""
 
-    def __init__(self, out, hosts, step, deadline=DEADLINE):
+    def __init__(self, out, hosts, step, deadline=DEADLINE, patient=False):
+        """A patient driver waits for what comes late, and times the hang alone."""
         self.out, self.hosts, self.job = Path(out), hosts, Job(hosts, step)
-        self.deadline = deadline
-        self.log = self.out / "driver.txt"
+        self.options = [str(out), str(hosts), str(deadline), *["patient"] * patient]
+        self.log, self.hangs = self.out / "driver.txt", self.out / "hangs"
 
     def driver(self):
         environment = os.environ | {protocol.SECRET: "of the simulation"}
         with self.log.open("a") as log:
             words = [sys.executable, "-m", "tests.supervision.scale", "driver"]
             return subprocess.Popen(
-                [*words, str(self.out), str(self.hosts), str(self.deadline)],
+                [*words, *self.options],
                 stdout=log,
                 stderr=log,
                 env=environment,
@@ -288,9 +301,12 @@ class Simulation:
 
             await self.until(lambda: self.working(executors, 2))
             hung = executors[self.hosts // 3].ranks[5]
-            self.job.hang(hung, executors[0].step + 2)
+            self.job.hang(hung, last := executors[0].step + 2)
+            await self.until(lambda: all(e.step > last for e in executors))
+            self.hangs.touch()  # and all others have said that they wait
             _, fault = await self.until(lambda: self.faults()[1:] and self.faults())
             hang, named = (fault[t] - self.job.hung_at for t in ("t0", "t1"))
+            self.hangs.unlink()
             self.job.hung = None
 
             await self.until(lambda: self.working(executors, 3))
@@ -327,14 +343,19 @@ def cpu_seconds(process):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def drive(out, hosts, deadline):
+def drive(out, hosts, deadline, patient=None):
     """The driver of the simulation, in a process of its own."""
+    deadlines = Deadlines(step=float(deadline), step_factor=1.0, compile=60.0)
+    if patient:
+        deadlines = dataclasses.replace(deadlines, host=120.0, reconnect=120.0)
+        hangs = Path(out) / "hangs"
+        Driver._take = goes_while(lambda driver: hangs.exists())
     config = SuperviseConfig(
-        processes=RANKS * hosts,
-        hosts=hosts,
+        processes=RANKS * int(hosts),
+        hosts=int(hosts),
         address="127.0.0.2:0",
         backoff=0.1,
-        deadlines=Deadlines(step=deadline, step_factor=1.0, compile=60.0),
+        deadlines=deadlines,
     )
     return supervise(["true"], out, config)
 
@@ -364,5 +385,5 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["driver"]:
-        sys.exit(drive(sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))
+        sys.exit(drive(*sys.argv[2:]))
     main()

@@ -162,7 +162,7 @@ def server(secret, heard):
 
 
 def until(heard, count):
-    for _ in range(500):
+    for _ in range(12_000):
         if len(heard) >= count:
             return
         threading.Event().wait(0.01)

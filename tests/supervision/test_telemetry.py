@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxscale.supervision import telemetry
 from jaxscale.supervision.protocol import Exited, Measured, Moved
 from jaxscale.supervision.telemetry import Telemetry, family
+from tests.ports import free_port
 
 
 @pytest.fixture
@@ -130,12 +131,6 @@ def test_the_format_is_strict(job):
     nan, inf = family("x", "gauge", "A thing.", samples).splitlines()[2:]
     assert (nan, inf) == ("x NaN", "x +Inf")
     assert family("x", "gauge", "a\\b\nc", []).startswith("# HELP x a\\\\b\\nc\n")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.parametrize(

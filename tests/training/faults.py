@@ -99,7 +99,7 @@ class Job:
             if self.driver.poll() is None:
                 self.driver.terminate()
                 time.sleep(0.5)
-        self.driver.wait(30)
+        self.driver.wait(120)
 
     @property
     def said(self):

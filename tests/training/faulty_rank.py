@@ -141,7 +141,7 @@ def spoiled(state):
     return jax.tree.unflatten(structure, leaves)
 
 
-def await_done(out, step, seconds=10.0):
+def await_done(out, step, seconds=120.0):
     """Let rank 0 say that it is done with a step, which it does a little later."""
     from jaxscale.supervision.events import read_events
 

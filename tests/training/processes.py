@@ -1,13 +1,14 @@
 """Runs of two processes on this machine that find each other by JAX's own service."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from tests.ports import free_port
 
 
 def join(coordinator: str, rank: str) -> None:
@@ -23,9 +24,7 @@ def run_two(module: str, *arguments: str) -> list[tuple[Any, str]]:
         module: To run, with the arguments coordinator, rank and `arguments`.
         arguments: The same for both.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{s.getsockname()[1]}"
+    coordinator = f"127.0.0.1:{free_port()}"
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", module, coordinator, str(rank), *arguments],
@@ -37,7 +36,7 @@ def run_two(module: str, *arguments: str) -> list[tuple[Any, str]]:
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=300) for process in processes]
+        outputs = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conftest import COMPILE_FAST
+from tests.ports import free_port
 
 
 ROOT = Path(__file__).parents[2]
@@ -59,8 +59,7 @@ STEADY = [
 
 def environments(count: int, out: Path, cpu: bool) -> list[dict[str, str]]:
     """What a launcher would set for each of `count` processes."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     each = DEVICES // count
     shared = os.environ | {
         "PYTHONPATH": str(ROOT),
@@ -188,8 +187,7 @@ def train(part: str, out: Path, cpu: bool) -> bool:
 
 def answer(count: int, model: Path, out: Path, cpu: bool) -> str:
     """What a server of `count` processes completes."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     sizes = [f"--port={port}", "--max-len=64", "--slots=2"]
     sizes += [f"--devices={DEVICES // count}"] * cpu
     command = [str(RECIPES / "serve_llama.py"), str(model), *sizes]
@@ -214,7 +212,7 @@ def answer(count: int, model: Path, out: Path, cpu: bool) -> str:
                 time.sleep(0.5)
         for process in processes:
             process.send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in processes] == [0] * count
+        assert [process.wait(120) for process in processes] == [0] * count
         return text
     finally:
         end(processes)

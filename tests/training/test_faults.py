@@ -17,12 +17,14 @@ from tests.training.faulty_rank import poisoned_loss, settings, text
 
 
 STEPS = 16
+SLOW = ("start", "compile", "step", "save", "host")
 
 
 @pytest.mark.slow
 def test_a_process_is_killed_and_the_losses_are_the_same(tmp_path):
-    job = Job("kill:1:13", steps=STEPS, out=tmp_path / "job")
-    assert job.wait(240) == 0, job.said
+    patient = [w for d in SLOW for w in (f"--deadlines.{d}", "600")]
+    job = Job("kill:1:13", steps=STEPS, options=patient, out=tmp_path / "job")
+    assert job.wait(1200) == 0, job.said
     # A busy machine may keep one of the processes from running: "slow: rank 1 ...", and
     # "no rank is slow now" when that is over.
     start, ended, again, running, done = (x for x in job.said if "slow" not in x)

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +75,7 @@ from benchmarks.measure import command
 from benchmarks.measure.harness import Benchmark, Case, Custom
 
 def measure(params, seed, samples):
-    code = "import sys, time; print('here', flush=True); time.sleep(60)"
+    code = "import sys, time; print('here', flush=True); time.sleep(600)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 command.run(Benchmark(
@@ -91,10 +90,9 @@ def test_who_is_ended_ends_the_processes_that_measure():
     with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "here\n"
         process.terminate()
-        begin = time.monotonic()
-        assert process.stdout.read() == ""  # whoever is left holds the other side
-        assert time.monotonic() - begin < 30
-        assert process.wait(10) == 143
+        # Whoever is left holds the other side.
+        assert process.communicate(timeout=120) == ("", None)
+        assert process.returncode == 143
 
 
 def test_quick_run_prints_and_writes_nothing(tmp_path, capsys):

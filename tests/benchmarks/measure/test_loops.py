@@ -1,8 +1,9 @@
 """Programs of many calls do every call, on the right operands, and are compared."""
 
 import contextlib
+import queue
 import re
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -246,7 +247,7 @@ def test_equal_programs_are_timed_once(monkeypatch):
     # One result of [16, 64] in bf16 on each device, and what a call gathers at most.
     result = 16 * 64 * 2 / 1e6
     assert result <= xla.metrics["memory_mb"] <= 4 * result
-    assert 0 < xla.metrics["compile_seconds"] < 60
+    assert xla.metrics["compile_seconds"] > 0
 
 
 def test_a_program_that_breaks_is_missed_by_all_of_its_names(monkeypatch):
@@ -356,12 +357,12 @@ def test_operands_differ_between_devices_and_sets():
 
 
 def test_what_hangs_ends_the_process(monkeypatch, capsys):
-    ended = []
-    monkeypatch.setattr(timing.os, "_exit", ended.append)
+    ended = queue.SimpleQueue()
+    monkeypatch.setattr(timing.os, "_exit", ended.put)
     with timing.bounded("case mosaic_gpu", seconds=0.01):
-        time.sleep(0.2)
-    assert ended == [3] and "HANGS case mosaic_gpu" in capsys.readouterr().out
-    with timing.bounded("quick", seconds=0.2):
-        pass
-    time.sleep(0.3)
-    assert ended == [3]
+        assert ended.get(timeout=120) == 3
+    assert "HANGS case mosaic_gpu" in capsys.readouterr().out
+    with timing.bounded("quick", seconds=60):
+        *_, timer = (t for t in threading.enumerate() if isinstance(t, threading.Timer))
+    timer.join(120)
+    assert ended.empty()

@@ -123,12 +123,26 @@ def test_what_is_due_is_measured_once(fake, capsys):
     assert "0 of 4 cases: 0 rows are missing, 0 stale" in capsys.readouterr().out
 
 
-def test_a_run_that_is_cut_off_loses_the_case_in_progress_alone(fake):
-    (fake / "2").write_text("time.sleep(60)")
-    thread = threading.Thread(target=run, args=(fake, "--minutes", "0.1"))
-    thread.start()
-    thread.join(40)
-    assert not thread.is_alive()
+def time_is_over(monkeypatch, when, then=lambda: None):
+    """Have the time for a process be over once something is, however long it takes."""
+
+    class Child(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout is not None:
+                while not when():
+                    time.sleep(0.01)
+                then()
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return super().wait()
+
+    monkeypatch.setattr(subprocess, "Popen", Child)
+
+
+def test_a_run_that_is_cut_off_loses_the_case_in_progress_alone(fake, monkeypatch):
+    (fake / "2").write_text("time.sleep(600)")
+    with monkeypatch.context() as patch:
+        time_is_over(patch, lambda: (fake / "log").exists() and "2" in log(fake))
+        assert run(fake, "--minutes", "1.5") == 0
     assert rows(fake) == both(0, 1)
     assert not [*(fake / "out/cpu").glob("*.new")]
     (fake / "2").unlink()
@@ -257,7 +271,7 @@ print("case mosaic_gpu 1.0 us  tflops 1")
     names = [*["own"] * 4, "other", *["one"] * 8]
     made = [process(i, name) for i, name in enumerate(names)]
     made += [process(20, "two", 2), process(21, "own")]
-    suite.Suite(tmp_path / "out", "abc", 60, tmp_path).run_all(made, gpus=2)
+    suite.Suite(tmp_path / "out", "abc", 600, tmp_path).run_all(made, gpus=2)
     found = [json.loads(path.read_text()) for path in calls.iterdir()]
     by_name = {
         name: [call for call in found if call["line"][1] == f"benchmarks.{name}"]
@@ -289,21 +303,28 @@ def test_time_is_over(tmp_path, monkeypatch, capsys):
     """What does not fit is not begun; what takes longer is ended with its children."""
     body = f"""
 import subprocess
-child = subprocess.Popen(["sleep", "60"])
-open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
-time.sleep(60)
+child = subprocess.Popen(["sleep", "600"])
+with open({str(tmp_path / "draft")!r}, "w") as file:
+    file.write(str(child.pid))
+os.rename({str(tmp_path / "draft")!r}, {str(tmp_path / "child")!r})
+time.sleep(600)
 """
     python(tmp_path, monkeypatch, body)
     monkeypatch.setattr(due, "START", 0.0)
-    made = [process(0, "slow"), process(1, "long", seconds=9.0), process(2, "after")]
-    start = time.monotonic()
-    suite.Suite(tmp_path / "out", "abc", 2.0, tmp_path).run_all(made, gpus=1)
-    assert time.monotonic() - start < 20
+    made = [process(0, "long", seconds=99.0), process(1, "slow"), process(2, "after")]
+    measuring = suite.Suite(tmp_path / "out", "abc", 90.0, tmp_path)
+
+    def end():
+        measuring.end = time.monotonic()
+
+    with monkeypatch.context() as patch:
+        time_is_over(patch, (tmp_path / "child").exists, end)
+        measuring.run_all(made, gpus=1)
     out = capsys.readouterr().out
     assert "out of time, 0 rows: slow" in out
     assert "no time for: long" in out and "no time for: after" in out
     child = Path("/proc") / (tmp_path / "child").read_text() / "stat"
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while is_running(child):  # it dies a moment after it was told to
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -318,25 +339,25 @@ def test_a_suite_that_is_killed_leaves_nothing_on_a_gpu(tmp_path):
     from tests.benchmarks.publish.test_suite import process
     if sys.argv[1:2] == ["-m"]:
         Path({str(child)!r}).write_text(str(os.getpid()))
-        time.sleep(60)
+        time.sleep(600)
     due.START = 0.0
     sys.executable = {str(tmp_path / "python")!r}
     one = process(0, "slow")
     folder = Path({str(tmp_path)!r})
-    suite.Suite(folder / "out", "abc", 60.0, folder).run_all([one], gpus=1)
+    suite.Suite(folder / "out", "abc", 600.0, folder).run_all([one], gpus=1)
     """
     script = tmp_path / "python"
     head = f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\n"
     script.write_text(head + textwrap.dedent(body))
     script.chmod(0o755)
     with subprocess.Popen([script]) as killed:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while not (child.exists() and child.read_text()):
             assert time.monotonic() < end and killed.poll() is None
             time.sleep(0.05)
         killed.kill()
     stat = Path("/proc") / child.read_text() / "stat"
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while is_running(stat):
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -350,14 +371,12 @@ def is_running(stat):
 
 
 def test_what_hangs_leaves_time_for_others(tmp_path, monkeypatch, capsys):
-    python(
-        tmp_path, monkeypatch, "time.sleep(60 if 'benchmarks.hung' in sys.argv else 0)"
-    )
+    python(tmp_path, monkeypatch, "time.sleep(600 * ('benchmarks.hung' in sys.argv))")
     monkeypatch.setattr(due, "START", 0.0)
     monkeypatch.setattr(suite, "PATIENCE", 0.5)
     monkeypatch.setattr(suite.Suite, "_note_the_broken", lambda *arguments: None)
-    made = [process(0, "hung"), process(1, "next")]
-    suite.Suite(tmp_path / "out", "abc", 60, tmp_path).run_all(made, gpus=1)
+    made = [process(0, "hung"), process(1, "next", seconds=40.0)]
+    suite.Suite(tmp_path / "out", "abc", 600, tmp_path).run_all(made, gpus=1)
     out = capsys.readouterr().out
     assert "it hangs, 0 rows: hung" in out and "done, 0 rows: next" in out
 

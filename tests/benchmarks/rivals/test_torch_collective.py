@@ -4,7 +4,6 @@ import json
 import stat
 import sys
 import textwrap
-import time
 
 import pytest
 
@@ -41,7 +40,7 @@ def stand_in(tmp_path):
                     print(json.dumps(line), flush=True)
                 {then}
             else:
-                time.sleep(100)
+                time.sleep(3600)
         """
         path.write_text(textwrap.dedent(script))
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -85,7 +84,7 @@ def test_the_faster_of_calls_and_graph_counts(stand_in, capsys):
             "failed": False,
         },
     ]
-    first, second = run(stand_in([*lines, {"done": True}], "time.sleep(100)"))
+    first, second = run(stand_in([*lines, {"done": True}], "time.sleep(3600)"))
     assert first["torch_nccl"] == Measurement(
         [2e-6, 2e-6, 9e-6], 1e-3, {"cuda_graph": 1.0, "compile_seconds": 0.5}, 2
     )
@@ -95,14 +94,12 @@ def test_the_faster_of_calls_and_graph_counts(stand_in, capsys):
     assert "a line of a library" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("then", ["sys.exit(1)", "time.sleep(100)"])
+@pytest.mark.parametrize("then", ["sys.exit(1)", "time.sleep(3600)"])
 def test_what_ends_or_hangs_keeps_its_first_results(stand_in, monkeypatch, then):
     monkeypatch.setattr(torch_collective, "RESULT_SECONDS", 1.0)
-    start = time.monotonic()
-    first, second = run(
+    first, second = run(  # returns, since the other process is ended too
         stand_in([timed(0, "torch_nccl", [1e-6])], then), ["torch_nccl"]
     )
-    assert time.monotonic() - start < 60  # the other process is ended too
     assert first["torch_nccl"].median == 1e-6
     assert second["torch_nccl"] == NoMeasurement(
         "failed: the processes ended or hung", failed=True

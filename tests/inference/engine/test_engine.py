@@ -21,7 +21,7 @@ from jaxscale.inference.output import joined
 from jaxscale.inference.request import EngineDead
 from jaxscale.models import Tokenizer
 from jaxscale.sharding import make_mesh
-from tests.inference.conftest import LLAMA, SIZES, Greedy, Served
+from tests.inference.conftest import LLAMA, SIZES, Greedy, Served, in_step
 from tests.tiers import exhaustive
 
 
@@ -420,7 +420,7 @@ def test_an_engine_that_fails_tells_everyone(llama):
     begun = threading.Event()
 
     def fail(*_, **__):
-        begun.wait(10)
+        begun.wait(120)
         raise OSError("the device is gone")
 
     engine.runner.update, update = fail, engine.runner.update
@@ -434,9 +434,9 @@ def test_an_engine_that_fails_tells_everyone(llama):
         pass
     finally:
         begun.set()
-        engine._thread.join(10)
+        engine._thread.join(120)
         engine.runner.update = update
-    assert isinstance(said.get(timeout=10), EngineDead)
+    assert isinstance(said.get(timeout=120), EngineDead)
     with pytest.raises(EngineDead, match="the device is gone"):
         engine.submit(Request(prompt=[1]), said.put)
     engine.abort("unknown")
@@ -470,8 +470,12 @@ def test_asyncio(llama):
             await canceled
         return both
 
+    async def in_its_time(engine):
+        with in_step(engine):
+            return await main(AsyncEngine(engine))
+
     with Engine(llama.runner, Scheduler(SIZES)) as engine:
-        first, second = asyncio.run(main(AsyncEngine(engine)))
+        first, second = asyncio.run(in_its_time(engine))
     assert first == second and len(first) == 8
     counts = engine.scheduler.counts
     assert counts.received == counts.finished + counts.aborted + counts.rejected

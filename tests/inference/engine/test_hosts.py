@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 
 import httpx2
 import jax
@@ -27,6 +26,11 @@ from jaxscale.models import save
 from tests.cli.test_serve import ready
 from tests.inference.engine import hosts_worker
 from tests.inference.server.fake_engine import TOKENIZER
+from tests.ports import free_port
+
+
+WAIT = 120.0
+"""Seconds, for what comes at once where nothing else computes."""
 
 
 class FakeRunner(Runner):
@@ -55,7 +59,7 @@ class Pair:
             if port:
                 said.put((secret, port, host))
                 return secret, port, host
-            return said.get(timeout=10)
+            return said.get(timeout=WAIT)
 
         monkeypatch.setattr(hosts, "_agree", lambda wire: None)
         monkeypatch.setattr(hosts, "_broadcast", broadcast)
@@ -69,9 +73,9 @@ class Pair:
         return self.pool.submit(hosts.gather, FakeRunner(), **options)
 
     def meet(self):
-        gathered = self.gather(timeout=10)
-        self.connection = hosts.join(self.runner, timeout=10)
-        return gathered.result(timeout=10)
+        gathered = self.gather(timeout=WAIT)
+        self.connection = hosts.join(self.runner, timeout=WAIT)
+        return gathered.result(timeout=WAIT)
 
     def follow(self):
         return self.pool.submit(hosts.follow, self.runner, self.connection)
@@ -99,7 +103,7 @@ def test_calls_arrive_as_they_were(pair):
     with pytest.raises(ValueError, match=r"input 0 of .*sample.* is int64"):
         followers.send(("sample", 2), [np.arange(3), None, None])
     followers.close()
-    assert following.result(timeout=10) is None
+    assert following.result(timeout=WAIT) is None
     assert [key for key, _ in pair.runner.calls] == [key for key, _ in calls]
     for (_, found), (_, sent) in zip(pair.runner.calls, calls, strict=True):
         for x, y in zip(found, sent, strict=True):
@@ -111,7 +115,7 @@ def test_the_others_learn_why_the_engine_has_stopped(pair):
     followers, following = pair.meet(), pair.follow()
     followers.close(RuntimeError("no memory"))
     with pytest.raises(HostLost, match=r"has stopped: RuntimeError\('no memory'\)"):
-        following.result(timeout=10)
+        following.result(timeout=WAIT)
 
 
 def test_process_0_ends_without_a_word(pair):
@@ -119,34 +123,34 @@ def test_process_0_ends_without_a_word(pair):
     for connection in followers._sockets.values():
         connection.shutdown(socket.SHUT_RDWR)
     with pytest.raises(HostLost, match="process 0 has ended"):
-        following.result(timeout=10)
+        following.result(timeout=WAIT)
 
 
-def test_process_0_falls_silent(pair, monkeypatch):
-    monkeypatch.setattr(hosts, "SILENT_SECONDS", 0.2)
+def test_process_0_falls_silent(pair):
     followers = pair.meet()
-    monkeypatch.setattr(hosts, "SILENT_SECONDS", 60.0)
+    assert pair.connection.gettimeout() == hosts.SILENT_SECONDS
+    pair.connection.settimeout(0.2)
     with pytest.raises(HostLost, match="process 0 does not answer"):
-        pair.follow().result(timeout=10)
+        pair.follow().result(timeout=WAIT)
     followers.close()
 
 
 @pytest.mark.parametrize("how", ["ends", "falls silent"])
 def test_another_process_is_lost(pair, monkeypatch, how):
     monkeypatch.setattr(hosts, "ALIVE_SECONDS", 0.05)
+    followers, lost = pair.meet(), queue.SimpleQueue()
     if how == "falls silent":
         monkeypatch.setattr(hosts, "SILENT_SECONDS", 0.2)
-    followers, lost = pair.meet(), queue.SimpleQueue()
     followers.on_lost(lost.put)
     if how == "ends":
         pair.connection.close()
     said = "has ended" if how == "ends" else "says nothing"
-    assert f"process 1 {said}" in str(lost.get(timeout=10))
+    assert f"process 1 {said}" in str(lost.get(timeout=WAIT))
     with pytest.raises(HostLost, match=said):
         followers.send(("decode", 2, 1), ())
     # Who asks late is told, too.
     followers.on_lost(lost.put)
-    assert said in str(lost.get(timeout=1))
+    assert said in str(lost.get(timeout=WAIT))
     if how == "falls silent":  # the others, too, and so is this one if it lives
         with pytest.raises(HostLost, match=r"has stopped: HostLost\('process 1 says"):
             hosts._receive(pair.connection, hosts.Wire(pair.runner))
@@ -188,39 +192,40 @@ def test_what_is_no_call(pair, frame, message):
     followers, following = pair.meet(), pair.follow()
     followers._send(frame)
     with pytest.raises(HostLost, match=message):
-        following.result(timeout=10)
+        following.result(timeout=WAIT)
     assert pair.runner.calls == []
     followers.close()
 
 
 def test_strangers(pair):
-    gathered = pair.gather(timeout=10)
-    secret, port, host = pair.said.get(timeout=10)
+    gathered = pair.gather(timeout=WAIT)
+    secret, port, host = pair.said.get(timeout=WAIT)
     # One that leaves, and one that does not know the secret.
     socket.create_connection((host, port)).close()
     pair.said.put((bytes(32), port, host))
     with pytest.raises(HostLost):
-        hosts.join(pair.runner, timeout=10)
+        hosts.join(pair.runner, timeout=WAIT)
     pair.said.put((secret, port, host))
-    pair.connection = hosts.join(pair.runner, timeout=10)
-    followers, following = gathered.result(timeout=10), pair.follow()
+    pair.connection = hosts.join(pair.runner, timeout=WAIT)
+    followers, following = gathered.result(timeout=WAIT), pair.follow()
     followers.close()
-    following.result(timeout=10)
+    following.result(timeout=WAIT)
 
 
 def test_nobody_comes(pair):
     with pytest.raises(TimeoutError, match=r"processes \[1\] did not connect"):
-        pair.gather(timeout=0.1).result(timeout=10)
+        pair.gather(timeout=0.1).result(timeout=WAIT)
 
 
 def test_an_engine_that_waits_for_a_device_for_ever(llama, monkeypatch):
     """It fails all the same, and its clients with it."""
     llama.runner.reset()
-    stuck, release = threading.Event(), threading.Event()
+    stuck, release, released = threading.Event(), threading.Event(), []
 
     def decode(**_):
         stuck.set()
-        release.wait(30)
+        release.wait(2 * WAIT)
+        released.append(True)
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(llama.runner, "decode", decode)
@@ -229,19 +234,18 @@ def test_an_engine_that_waits_for_a_device_for_ever(llama, monkeypatch):
     engine.at_end.append(ended.append)
     request = Request(prompt=[1, 2], params=SamplingParams(max_tokens=9))
     engine.submit(request, news.put)
-    assert stuck.wait(30)
+    assert stuck.wait(WAIT)
     lost = HostLost("process 1 has ended")
     engine.fail(lost)
-    while not isinstance(told := news.get(timeout=10), EngineDead):
+    while not isinstance(told := news.get(timeout=WAIT), EngineDead):
         pass
     assert "process 1 has ended" in str(told)
     with pytest.raises(EngineDead, match="process 1 has ended"):
         engine.submit(request, news.put)
-    start = time.monotonic()
     engine.close()
-    assert time.monotonic() - start < 10
+    assert not released
     release.set()
-    engine._thread.join(10)
+    engine._thread.join(WAIT)
     assert engine.error is lost and ended == [lost]
 
 
@@ -259,11 +263,6 @@ def start(*commands, **variables):
         )
         for index, command in enumerate(commands)
     ]
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def results(lines):
@@ -285,10 +284,9 @@ def test_two_processes():
         lines = results(leader.stdout)
         assert next(lines) == expected
         follower.kill()
-        seconds, message = next(lines)
+        (message,) = next(lines)  # at once: "says nothing" comes after a minute
         assert "HostLost('process 1 has ended" in message or "Gloo" in message
-        assert seconds < 30
-        assert leader.wait(30) == 0
+        assert leader.wait(WAIT) == 0
     finally:
         for process in (leader, follower):
             with process:
@@ -309,7 +307,7 @@ def test_the_example_serves(llama, tmp_path):
     )
     try:
         base = f"http://127.0.0.1:{port}"
-        with httpx2.Client(base_url=base, timeout=60) as client:
+        with httpx2.Client(base_url=base, timeout=WAIT) as client:
             ready(client, processes[0])
             tokens = TOKENIZER.encode("to be or")
             body = {"prompt": tokens, "max_tokens": 8, "temperature": 0, "logprobs": 0}
@@ -320,7 +318,7 @@ def test_the_example_serves(llama, tmp_path):
             np.testing.assert_allclose(logprob, expected.max(), atol=1e-4)
         for process in processes:
             process.send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in processes] == [0, 0]
+        assert [process.wait(WAIT) for process in processes] == [0, 0]
     finally:
         for process in processes:
             with process:

@@ -93,7 +93,7 @@ def test_an_engine_is_recorded_while_it_is_asked_to(llama):
     needed = {"commands", "schedule", "prepare", "dispatch", "wait", "collect"}
     assert needed <= {*shares.host} <= {*PHASES}
     # Phases do not overlap; between two a busy host may do something else.
-    assert 0.2 < sum(shares.host.values()) < 1.001
+    assert 0.02 < sum(shares.host.values()) < 1.001
     names = {name.split()[0] for name in shares.device}
     assert {"prefill", "sample"} <= names <= {"prefill", "sample", "decode", "launch"}
     times = [

@@ -15,6 +15,10 @@ from jaxscale.inference.server.run import make_server
 from tests.inference.server.fake_engine import FakeEngine, text_model
 
 
+WAIT = 120.0
+"""Seconds, for what comes at once where nothing else computes."""
+
+
 class Harness:
     """An application, which serves another model for each test."""
 
@@ -95,17 +99,17 @@ class LiveServer:
 
     def __exit__(self, *_):
         self.server.stop()
-        self._thread.join(30)
+        self._thread.join(WAIT)
         assert not self._thread.is_alive()
 
     def wait(self, condition):
-        end = time.monotonic() + 20
+        end = time.monotonic() + WAIT
         while not condition():
             assert time.monotonic() < end
             time.sleep(0.01)
 
     def post(self, path, body, **options):
-        return httpx2.post(f"{self.url}{path}", json=body, timeout=20, **options)
+        return httpx2.post(f"{self.url}{path}", json=body, timeout=WAIT, **options)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import contextlib
 import gc
 import json
 import threading
-import time
 import tracemalloc
 
 import httpx2
@@ -24,7 +23,7 @@ BODY = {"prompt": "or", "max_tokens": 50}
 
 async def settle(condition):
     """Let the event loop go on until a condition holds."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -74,17 +73,16 @@ def test_while_the_model_is_loaded():
 
 def test_the_end_while_the_model_is_loaded():
     """Nobody waits for it."""
-    go_on = threading.Event()
-    app = create_app(ServerConfig(), lambda: go_on.wait(60))
+    go_on, loaded = threading.Event(), []
+    app = create_app(ServerConfig(), lambda: loaded.append(go_on.wait(120)))
 
     async def main():
         async with app.router.lifespan_context(app):
             await asyncio.sleep(0.01)
             await app.state.service.drain()
 
-    start = time.monotonic()
     asyncio.run(main())
-    assert time.monotonic() - start < 20
+    assert not loaded
     go_on.set()
 
 
@@ -354,7 +352,7 @@ def test_with_a_key(locked):
 
 @pytest.fixture(scope="module")
 def small():
-    return Harness(max_body_bytes=100, body_seconds=0.2)
+    return Harness(max_body_bytes=100)
 
 
 def test_bodies_that_are_too_long(small):
@@ -395,14 +393,15 @@ def test_bodies_that_no_prompt_of_the_model_needs_are_not_read(harness):
     assert shorter.status_code == 400 and not engine.seen
 
 
-def test_bodies_that_do_not_come(small):
+def test_bodies_that_do_not_come():
     async def slow():
         yield b'{"prompt": '
-        await asyncio.sleep(20)
+        await asyncio.sleep(600)
         yield b'"or"}'
 
     headers = {"content-type": "application/json"}
-    answer = small.post(PATH, content=slow(), headers=headers)
+    harness = Harness(body_seconds=0.2)
+    answer = harness.post(PATH, content=slow(), headers=headers)
     assert answer.status_code == 408
     assert answer.json()["error"]["type"] == "timeout_error"
 

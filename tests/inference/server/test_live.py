@@ -277,7 +277,7 @@ def test_the_page_in_a_browser(server, tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert 'id="finished">3, 0<' in result.stdout, result.stdout[-3000:]

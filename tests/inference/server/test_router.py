@@ -4,9 +4,10 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import http.client
+import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,10 +17,11 @@ import httpx2
 import openai
 import pytest
 
-from tests.inference.server.conftest import LiveServer
+from tests.inference.server.conftest import WAIT, LiveServer
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.test_app import release
 from tests.inference.test_chat import TOOL
+from tests.ports import free_port
 
 
 ROOT = Path(__file__).parents[3]
@@ -34,13 +36,8 @@ pytestmark = [
 ]
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 def wait(condition, *processes):
-    end = time.monotonic() + 60
+    end = time.monotonic() + WAIT
     while not condition():
         assert all(process.poll() is None for process in processes), "it has ended"
         assert time.monotonic() < end
@@ -66,7 +63,7 @@ def process(command, url, path):
         yield running
     finally:
         running.kill()
-        running.wait(30)
+        running.wait(WAIT)
 
 
 @contextlib.contextmanager
@@ -79,11 +76,12 @@ def router(policy, urls, folder):
         *("--prometheus-port", str(free_port()), "--log-level", "warning"),
         *("--worker-startup-check-interval", "1", "--retry-initial-backoff-ms", "5"),
         *("--health-check-interval-secs", "1", "--health-check-endpoint", "/ready"),
-        *("--balance-abs-threshold", "3", "--worker-urls", *urls),
+        *("--health-check-timeout-secs", "120", "--balance-abs-threshold", "3"),
+        *("--worker-urls", *urls),
     ]
     with (
         process(command, f"{url}/readiness", folder / f"{policy}.log"),
-        httpx2.Client(base_url=url, timeout=30) as client,
+        httpx2.Client(base_url=url, timeout=WAIT) as client,
     ):
         yield client
 
@@ -203,20 +201,23 @@ def test_a_client_that_leaves_frees_its_request(cached, pair, stream):
         server.engine.hold = asyncio.Semaphore(1)
     aborted = sum(server.engine.counts.aborted for server in pair)
     body = {"prompt": "a", "max_tokens": 500, "stream": stream}
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(httpx2.Client(base_url=cached.base_url, timeout=1))
-        stack.enter_context(contextlib.suppress(httpx2.ReadTimeout))  # if not a stream
-        answer = stack.enter_context(client.stream("POST", PATH, json=body))
-        next(answer.iter_raw(chunk_size=10))
+    address = httpx2.URL(cached.base_url)
+    left = http.client.HTTPConnection(address.host, address.port, timeout=WAIT)
+    with contextlib.closing(left):
+        headers = {"content-type": "application/json"}
+        left.request("POST", PATH, json.dumps(body), headers)
+        if stream:
+            left.getresponse().read(10)
+        wait(lambda: any(server.engine.live for server in pair))
     wait(lambda: sum(s.engine.counts.aborted for s in pair) == aborted + 1)
-    assert not any(server.engine.live for server in pair)
+    wait(lambda: not any(server.engine.live for server in pair))
 
 
 def test_the_client_of_openai(cached, pair):
     """Streams, tools and schemas pass as they are; so do errors."""
     messages = [{"role": "user", "content": "to be?"}]
     with openai.OpenAI(
-        base_url=f"{cached.base_url}/v1", api_key="any", max_retries=0, timeout=30
+        base_url=f"{cached.base_url}/v1", api_key="any", max_retries=0, timeout=WAIT
     ) as client:
         for server in pair:
             server.engine.answer = '{"name": "weather", "arguments": {"city": "Bern"}}'
@@ -249,7 +250,7 @@ def test_a_server_that_is_killed(spread, third):
             for _ in range(3)
         ]
         running.send_signal(signal.SIGKILL)
-        running.wait(30)
+        running.wait(WAIT)
         whole = 0
         for stream in streams:
             with contextlib.suppress(httpx2.TransportError):

@@ -153,7 +153,7 @@ def test_two_sets_of_cells_are_enough_where_devices_drift_apart(sets):
     enough = contextlib.nullcontext() if sets == 2 else pytest.raises(AssertionError)
     with (
         enough,
-        interpret_mosaic_gpu(detect_races=True, concurrent_blocks=True, timeout=20),
+        interpret_mosaic_gpu(detect_races=True, concurrent_blocks=True),
     ):
         for copy in np.asarray(run(ys)):
             np.testing.assert_array_equal(copy, total(ys, BF16))

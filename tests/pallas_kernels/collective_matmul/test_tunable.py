@@ -190,7 +190,7 @@ def test_the_next_problem_is_prepared_while_one_is_measured(
             if following is not None:
                 assert following.args[1][0].shape[1] == 2 * rows
                 (program,) = following.candidates.values()
-                program.result(timeout=60)  # it is compiled though this one waits
+                program.result(timeout=600)  # it is compiled though this one waits
         return [1.0]
 
     monkeypatch.setattr(tuning, "_prepare", prepare)

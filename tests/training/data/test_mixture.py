@@ -188,7 +188,7 @@ def test_the_next_batches_are_on_the_devices_while_a_step_is_held():
         next(iterator)
         # The step of this batch runs; nobody asks for another one.
         for _ in range(3 * 4):  # three batches of four arrays
-            assert placed.acquire(timeout=60)
+            assert placed.acquire(timeout=120)
         assert [row for row, _ in made] == list(range(24))  # and no more than asked
         assert threading.main_thread() not in {thread for _, thread in made}
         assert iterator.get_state()["row"] == 8  # what was taken, not what was made

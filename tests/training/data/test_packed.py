@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -28,6 +27,7 @@ from jaxscale.training.data.packed import (
     load_text,
 )
 from jaxscale.training.step import next_token_loss
+from tests.ports import free_port
 
 
 def numbered_corpus(lengths):
@@ -280,9 +280,7 @@ def test_two_processes_go_on_where_one_stopped_each_with_its_rows():
     alone = iter(PackedBatches(mixed_corpora(), TWO))
     for _ in range(3):
         next(alone)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     arguments = [sys.executable, "-c", textwrap.dedent(PROCESS), address]
     processes = [
         subprocess.Popen(
@@ -293,7 +291,7 @@ def test_two_processes_go_on_where_one_stopped_each_with_its_rows():
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=600)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     split, whole = zip(
         *(map(json.loads, out.splitlines()) for out in outputs), strict=True

@@ -1,13 +1,15 @@
 """Slow, wrong and stuck devices are named; sound ones never."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
-import socket
+import queue
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,8 +17,10 @@ import pytest
 
 from jaxscale.training import DiagnoseConfig, Measurement, diagnose
 from jaxscale.training.diagnosis import device_checks as checks
+from jaxscale.training.diagnosis import suite
 from jaxscale.training.diagnosis.suite import CheckRequest, judge
 from jaxscale.training.hardware import H200
+from tests.ports import free_port
 
 
 CONFIG = DiagnoseConfig()
@@ -236,7 +240,7 @@ ONE_BY_ONE = """
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("time.sleep(100)", "memory did not end within 1 s"),
+        ("open(HANGS, 'w'); time.sleep(3600)", "memory did not end within 600 s"),
         ("os._exit(7)", "memory ended the process: code 7"),
         (
             "raise SystemExit('CUDA_ERROR_ECC')",
@@ -245,9 +249,25 @@ ONE_BY_ONE = """
     ],
 )
 def test_a_device_that_hangs_or_kills_is_named_and_the_others_go_on(
-    tmp_path, how, text
+    tmp_path, monkeypatch, how, text
 ):
-    config = DiagnoseConfig(measure_seconds=1)
+    hangs = tmp_path / "hangs"
+
+    class Lines(queue.Queue):
+        """Time is up where the child hangs, however late it comes to that."""
+
+        def get(self, timeout):
+            while True:
+                at_rest = hangs.exists()
+                with contextlib.suppress(queue.Empty):
+                    return super().get(timeout=0.05)
+                if at_rest:
+                    hangs.unlink()
+                    raise queue.Empty
+
+    monkeypatch.setattr(suite, "queue", SimpleNamespace(Queue=Lines, Empty=queue.Empty))
+    config = DiagnoseConfig(measure_seconds=600, seconds=3600)
+    how = how.replace("HANGS", repr(str(hangs)))
     command = child(tmp_path, ONE_BY_ONE.replace("BREAK", how))
     found = diagnose(config, command=command)
     (finding,) = found.findings
@@ -258,7 +278,7 @@ def test_a_device_that_hangs_or_kills_is_named_and_the_others_go_on(
 
 
 def test_what_cannot_begin_or_end(tmp_path):
-    hangs = child(tmp_path, "time.sleep(100)")
+    hangs = child(tmp_path, "time.sleep(3600)")
     found = diagnose(DiagnoseConfig(measure_seconds=0.5), command=hangs)
     assert [f.text for f in found.findings] == ["start did not end within 0.5 s"]
     assert found.findings[0].devices == () and not found.to_json()["ok"]
@@ -276,9 +296,7 @@ def test_what_cannot_begin_or_end(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_check_together():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = f"127.0.0.1:{free_port()}"
     words = [sys.executable, "-m", "jaxscale", "diagnose", "--together", "--no-host"]
     processes = [
         subprocess.Popen(
@@ -291,7 +309,7 @@ def test_two_processes_check_together():
         for rank in range(2)
     ]
     try:
-        printed = [process.communicate(timeout=200)[0] for process in processes]
+        printed = [process.communicate(timeout=600)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
