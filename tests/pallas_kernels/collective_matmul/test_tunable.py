@@ -7,6 +7,7 @@ import fcntl
 import json
 import types
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def test_problems_are_those_of_the_layers():
         assert len(candidates) <= 28
 
 
-def tuned(tunable, problem, **options):
+def tuned(tunable, problem, **options) -> Any:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         prepared = tuning.prepare(tunable, problem, H200, pool)
     return tuning.measure(prepared, rounds=1, **options)
