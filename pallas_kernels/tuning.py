@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -46,17 +46,19 @@ _L2_BYTES = 60e6
 """L2 of the H200; the H100 has 50 MB."""
 
 _MOST_SETS = 64
+_FINALISTS = 4  # candidates that are timed again
 
 IDLE_SHARE: float = 6
-"""`Tunable.IDLE_SHARE` that keeps the GPU cool and its clock high."""
+"""Pause after a measurement, relative to the time that the GPU was busy, which keeps it
+cool and its clock high."""
 
 
-@runtime_checkable
 class Tunable(Protocol):
-    """Interface of a module ``pallas_kernels.<op>.tunable``, for the tuner."""
+    """Interface of a module ``pallas_kernels.<op>.tunable``, for the tuner.
 
-    IDLE_SHARE: float
-    """Pause after a measurement, relative to the time that the GPU was busy."""
+    It may have an `IDLE_SHARE` of its own, and a ``time_us`` instead of
+    `device_time_us`.
+    """
 
     def problems(self) -> Mapping[str, Any]:
         """Problems by name; their `key` is that of the table."""
@@ -78,12 +80,6 @@ class Tunable(Protocol):
 
     def baseline(self, problem: Any) -> Callable[..., jax.Array]:
         """The XLA implementation, which is also the reference for the values."""
-        ...
-
-    def time_us(
-        self, fn: Callable[..., Any], *args: Any, iterations: int
-    ) -> list[float]:
-        """Times of several calls of a compiled function, in microseconds."""
         ...
 
 
@@ -170,7 +166,7 @@ class _Prepared:
     """Messages on the candidates that do not lower."""
 
 
-def _prepare(
+def prepare(
     tunable: Tunable, problem: Any, device: DeviceSpec, pool: ThreadPoolExecutor
 ) -> _Prepared:
     """Makes operands, lowers all programs and starts to compile the candidates.
@@ -222,78 +218,44 @@ def _working(
     return good
 
 
-def tune(
-    tunable: Tunable,
-    problem: Any,
-    device: DeviceSpec,
-    *,
-    finalists: int = 4,
-    rounds: int = 6,
-    iterations: int = 10,
-    report: Callable[[str], None] = print,
+def measure(
+    prepared: _Prepared, *, rounds: int = 6, report: Callable[[str], None] = print
 ) -> TunedEntry | None:
-    """Times the candidates of a problem on the GPU and returns the fastest.
+    """Times the candidates of a problem, alone on the GPU, and returns the fastest.
 
     All candidates are timed once, the best ones again, interleaved with XLA in random
     order, with pauses: the clock of a busy GPU drops within a tenth of a second, and
     without pauses whatever runs first would win.
 
     Args:
-        tunable: the op.
-        problem: one of its problems.
-        device: the GPU of this machine.
-        finalists: candidates that reach the second phase.
+        prepared: the problem.
         rounds: repetitions of the second phase.
-        iterations: calls in each repetition.
         report: called with each line to show.
 
     Returns:
         The entry, or None if no candidate works.
     """
-    with _compilers() as pool:
-        prepared = _prepare(tunable, problem, device, pool)
-    return _measure(
-        prepared,
-        finalists=finalists,
-        rounds=rounds,
-        iterations=iterations,
-        report=report,
-    )
-
-
-def _compilers() -> ThreadPoolExecutor:
-    """Compiler threads, which leave cores to the measuring thread."""
-    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2))
-
-
-def _measure(
-    prepared: _Prepared,
-    *,
-    finalists: int = 4,
-    rounds: int = 6,
-    iterations: int = 10,
-    report: Callable[[str], None] = print,
-) -> TunedEntry | None:
-    """The part of `tune` that needs exclusive use of the GPU."""
     tunable, baseline = prepared.tunable, prepared.baseline
+    time_us = getattr(tunable, "time_us", device_time_us)
+    pause = getattr(tunable, "IDLE_SHARE", IDLE_SHARE)
     good = _working(prepared, report)
     if not good:
         return None
 
-    def measure(fn: Callable[..., jax.Array]) -> list[float]:
-        taken = tunable.time_us(fn, *prepared.args, iterations=iterations)
-        time.sleep(tunable.IDLE_SHARE * sum(taken) * 1e-6)
+    def timed(fn: Callable[..., jax.Array]) -> list[float]:
+        taken = time_us(fn, *prepared.args, iterations=10)
+        time.sleep(pause * sum(taken) * 1e-6)
         return taken
 
-    first = {c: statistics.median(measure(fn)) for c, fn in good.items()}
-    best = sorted(first, key=first.__getitem__)[:finalists]
+    first = {c: statistics.median(timed(fn)) for c, fn in good.items()}
+    best = sorted(first, key=first.__getitem__)[:_FINALISTS]
     times: dict[Any, list[float]] = {None: [], **{c: [] for c in best}}
     order = list(times)
     shuffle = random.Random(0).shuffle
     for _ in range(rounds):
         shuffle(order)
         for c in order:
-            times[c] += measure(baseline if c is None else good[c])
+            times[c] += timed(baseline if c is None else good[c])
     median = {c: round(statistics.median(t), 2) for c, t in times.items()}
     xla_us = median.pop(None)
     winner = min(median, key=median.__getitem__)
@@ -335,7 +297,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     path = table_path(device)
     end = time.monotonic() + options.seconds
-    with _compilers() as pool:
+    # Compilers leave cores to the thread that measures.
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         following = None
         for name, later in itertools.pairwise([None, *wanted, None]):
             # Releases the previous one: at most two problems hold operands.
@@ -353,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(f"  skipped: {prepared}")
                 continue
             with _turn(alone=True):
-                entry = _measure(prepared)
+                entry = measure(prepared)
                 if entry is not None:  # saved at once: a later failure loses nothing
                     save_table(path, options.op, {wanted[name].key: entry})
                     print(f"  wrote {path}", flush=True)
@@ -365,7 +328,7 @@ def _attempt(
     """The prepared problem, or the reason of a failure, which must not end the run."""
     try:
         with _turn(alone=False):
-            return _prepare(tunable, problem, device, pool)
+            return prepare(tunable, problem, device, pool)
     except Unsupported as error:
         return str(error)
     except Exception as error:

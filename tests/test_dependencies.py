@@ -85,11 +85,14 @@ def test_a_reversed_arrow_is_caught(tmp_path, module, forbidden):
     assert arrow in result.stdout.replace("\n", ""), result.stdout
 
 
-def test_kernels_and_layers_need_no_locks_of_files():
-    """`fcntl` is missing on some platforms; the tuner alone of the kernels needs it."""
+def test_packages_are_imported_without_modules_that_only_posix_has():
+    """The tuner alone of the kernels locks files, and it is not loaded either."""
     code = (
-        "import sys; sys.modules['fcntl'] = None\n"
-        "import jaxscale.nn, pallas_kernels.attention, pallas_kernels.paged_attention\n"
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(['fcntl', 'grp', 'pwd', 'resource']))\n"
+        "import pallas_kernels.attention, pallas_kernels.paged_attention\n"
+        "import jaxscale.inference, jaxscale.pruning, jaxscale.training\n"
+        "import jaxscale.observability, jaxscale.recipes, jaxscale.supervision\n"
         "print('pallas_kernels.tuning' in sys.modules)"
     )
     found = subprocess.run(

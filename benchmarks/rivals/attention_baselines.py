@@ -34,7 +34,7 @@ def padded_length(lengths: Sequence[int]) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """Where the rows of sequences lie in an array: packed is [T, heads, H].
 
     Args:
@@ -85,7 +85,7 @@ class Form:
     """
 
     attend: Callable
-    layout: Layout = Layout()
+    layout: BatchLayout = BatchLayout()
     extra: tuple[np.ndarray | Callable[[], jax.Array], ...] = ()
     torch: bool = False
     prepare: Callable | None = None
@@ -235,7 +235,7 @@ def whole_rows(spec: VarlenSpec, gradient: bool) -> Form:
             **dict(zip(per_head, heads, strict=True)),
         )
 
-    return Form(attend, Layout(padded=True), extra=tuple(per_head.values()))
+    return Form(attend, BatchLayout(padded=True), extra=tuple(per_head.values()))
 
 
 def cudnn_packed(spec: VarlenSpec, gradient: bool) -> Form:
@@ -263,7 +263,7 @@ def cudnn_packed(spec: VarlenSpec, gradient: bool) -> Form:
             sliding_window_length=None if left is None else left + 1,
         )
 
-    return Form(attend, Layout(batched=True), extra=tuple(bounds))
+    return Form(attend, BatchLayout(batched=True), extra=tuple(bounds))
 
 
 def cudnn_padded(spec: VarlenSpec, gradient: bool) -> Form:
@@ -298,7 +298,7 @@ def cudnn_padded(spec: VarlenSpec, gradient: bool) -> Form:
             **dict(zip(extra, operands, strict=True)),
         )
 
-    return Form(attend, Layout(padded=True), extra=tuple(extra.values()))
+    return Form(attend, BatchLayout(padded=True), extra=tuple(extra.values()))
 
 
 def alibi_bias(spec: VarlenSpec) -> jax.Array:
@@ -341,7 +341,7 @@ def xla_mask(spec: VarlenSpec, gradient: bool) -> Form:
             q, k, v, *bias, mask=mask, implementation="xla"
         )
 
-    return Form(attend, Layout(padded=True), extra=(padding_mask(spec), *bias))
+    return Form(attend, BatchLayout(padded=True), extra=(padding_mask(spec), *bias))
 
 
 def tokamax(spec: VarlenSpec, gradient: bool) -> Form:
@@ -374,7 +374,7 @@ def tokamax(spec: VarlenSpec, gradient: bool) -> Form:
             **dict(zip(extra, operands, strict=True)),
         )
 
-    return Form(attend, Layout(padded=True), extra=tuple(extra.values()))
+    return Form(attend, BatchLayout(padded=True), extra=tuple(extra.values()))
 
 
 def jax_sample(spec: VarlenSpec, gradient: bool) -> Form:
@@ -411,7 +411,7 @@ def jax_sample(spec: VarlenSpec, gradient: bool) -> Form:
     def attend(q: Any, k: Any, v: Any) -> Any:
         return attention_mgpu.attention(q, k, v, config)
 
-    return Form(attend, Layout(padded=True), prepare=prepare, dq_factor=scale)
+    return Form(attend, BatchLayout(padded=True), prepare=prepare, dq_factor=scale)
 
 
 def rounded(tokens: int) -> int:

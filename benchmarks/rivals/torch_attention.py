@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rivals.attention_baselines import (
+    BatchLayout,
     Form,
-    Layout,
     dense,
     padded_length,
     padding_mask,
@@ -111,7 +111,7 @@ def flash_attn_4(spec: VarlenSpec, gradient: bool, deterministic: bool = False) 
         return found[0] if isinstance(found, tuple) else found
 
     more = () if sinks is None else (sinks,)
-    return Form(attend, Layout(padded=whole), extra=(*packing, *more), torch=True)
+    return Form(attend, BatchLayout(padded=whole), extra=(*packing, *more), torch=True)
 
 
 def flash_attn_3(spec: VarlenSpec, gradient: bool) -> Form:
@@ -158,7 +158,7 @@ def flash_attn_3(spec: VarlenSpec, gradient: bool) -> Form:
     more = () if sinks is None else (sinks,)
     return Form(
         attend,
-        Layout(padded=whole),
+        BatchLayout(padded=whole),
         extra=(*packing, *more),
         torch=True,
         versions={"vllm": version},
@@ -211,7 +211,9 @@ def torch_sdpa(spec: VarlenSpec, gradient: bool) -> Form:
         )
 
     mask = (padding_mask(spec),) if masked else ()
-    return Form(attend, Layout(padded=True, heads_first=True), extra=mask, torch=True)
+    return Form(
+        attend, BatchLayout(padded=True, heads_first=True), extra=mask, torch=True
+    )
 
 
 def torch_flex(spec: VarlenSpec, gradient: bool) -> Form:
@@ -274,5 +276,5 @@ def torch_flex(spec: VarlenSpec, gradient: bool) -> Form:
 
     sinks = sinks_of(spec)
     more = () if sinks is None else (sinks,)
-    layout = Layout(batched=True, heads_first=True)
+    layout = BatchLayout(batched=True, heads_first=True)
     return Form(attend, layout, extra=more, torch=True)

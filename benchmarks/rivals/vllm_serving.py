@@ -48,7 +48,7 @@ def digest(load: Mapping[str, Any]) -> str:
     """A name of some requests: those of equal names are equal.
 
     Args:
-        load: With ``prompts``, ``outputs`` and ``due``, as `serving_policies.Load`.
+        load: With ``prompts``, ``outputs`` and ``due``, as `serving_policies.Workload`.
     """
     parts = [load[name] for name in ("prompts", "outputs", "due")]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -43,7 +43,7 @@ _MANY_TOKENS, _FIRST = 500_000, 128  # of a load that is cut to warm up, and to 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Load:
+class Workload:
     """Requests: prompts of random tokens, answers of a given length."""
 
     prompts: Sequence[Sequence[int]]
@@ -59,16 +59,16 @@ class Load:
         pairs = zip(self.prompts, self.outputs, strict=True)
         return max(len(prompt) + output for prompt, output in pairs)
 
-    def one(self, i: int) -> "Load":
+    def one(self, i: int) -> "Workload":
         """Request `i` alone."""
-        return Load(prompts=[self.prompts[i]], outputs=[self.outputs[i]], due=[0.0])
+        return Workload(prompts=[self.prompts[i]], outputs=[self.outputs[i]], due=[0.0])
 
-    def cut(self, tokens: int) -> "Load":
+    def cut(self, tokens: int) -> "Workload":
         """The same requests, with answers of at most `tokens`."""
         outputs = [min(output, tokens) for output in self.outputs]
         return dataclasses.replace(self, outputs=outputs)
 
-    def to_warm_up(self) -> "Load":
+    def to_warm_up(self) -> "Workload":
         """What a server answers before it is timed: the same, or its first tokens.
 
         Answers of half a million tokens together take a minute. Their first ones are
@@ -77,7 +77,7 @@ class Load:
         return self.cut(_FIRST) if sum(self.outputs) >= _MANY_TOKENS else self
 
 
-def make_load(params: Mapping[str, Any], vocab_size: int, seed: int) -> Load:
+def make_load(params: Mapping[str, Any], vocab_size: int, seed: int) -> Workload:
     """The requests of a case.
 
     Args:
@@ -90,7 +90,7 @@ def make_load(params: Mapping[str, Any], vocab_size: int, seed: int) -> Load:
     count, shrink = params["requests"], params.get("shrink", 1)
     drawn = lengths(params["workload"], count, seed=seed)
     random = np.random.default_rng([seed, 4])
-    return Load(
+    return Workload(
         prompts=[
             random.integers(0, vocab_size, max(1, length // shrink)).tolist()
             for length in drawn.prompts
@@ -110,7 +110,7 @@ def moments(count: int, gap_ms: float, how: str, seed: int) -> list[float]:
 
 def engine_for(
     model: Decoder,
-    load: Load,
+    load: Workload,
     slots: int | None,
     buckets: Sequence[int] | None = None,
     *,
@@ -144,7 +144,7 @@ def instances_of(engine: Engine, count: int) -> list[Engine]:
 class Clients:
     """The clients of a load: they send requests, and note when answers come."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Workload) -> None:
         """Start the clock."""
         self.load = load
         self.events: list[list[float]] = [[] for _ in load.outputs]
@@ -193,7 +193,7 @@ class Clients:
         return outcomes_of(self.load, self.events)
 
 
-def outcomes_of(load: Load, events: Sequence[Sequence[float]]) -> list[Outcome]:
+def outcomes_of(load: Workload, events: Sequence[Sequence[float]]) -> list[Outcome]:
     """What became of each request, from the times of its tokens.
 
     Raises:
@@ -217,7 +217,7 @@ def outcomes_of(load: Load, events: Sequence[Sequence[float]]) -> list[Outcome]:
     return found
 
 
-def continuous(engine: Engine, load: Load) -> list[Outcome]:
+def continuous(engine: Engine, load: Workload) -> list[Outcome]:
     """Requests join at the next token."""
     clients = Clients(load)
     for i, due in enumerate(load.due):
@@ -227,7 +227,7 @@ def continuous(engine: Engine, load: Load) -> list[Outcome]:
 
 
 def static(
-    engine: Engine, load: Load, batch: int, window: float = 0.0
+    engine: Engine, load: Workload, batch: int, window: float = 0.0
 ) -> list[Outcome]:
     """Batches, one after another.
 
@@ -251,7 +251,7 @@ def static(
     return clients.outcomes()
 
 
-def concurrent_instances(engines: Sequence[Engine], load: Load) -> list[Outcome]:
+def concurrent_instances(engines: Sequence[Engine], load: Workload) -> list[Outcome]:
     """Each request on an instance of its own, at once."""
     clients = Clients(load)
     for i, due in enumerate(load.due):
@@ -260,7 +260,7 @@ def concurrent_instances(engines: Sequence[Engine], load: Load) -> list[Outcome]
     return clients.outcomes()
 
 
-def alone(engine: Engine, load: Load, chosen: Sequence[int]) -> list[float]:
+def alone(engine: Engine, load: Workload, chosen: Sequence[int]) -> list[float]:
     """Seconds of some of the requests, each with the device to itself."""
     return [continuous(engine, load.one(i))[0].latency for i in chosen]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxscale.cli.errors import usage_errors
 from jaxscale.cli.options import parse
+from jaxscale.observability.step_view import span
 from jaxscale.sharding.schedule import Kind, pipeline_schedule, place_layers
 from jaxscale.sharding.schedule_drawing import draw, svg
 
@@ -57,12 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     if layers is not None:
         for s in range(command.stages):
             held = [[int(i) for i in chunk if i >= 0] for chunk in layers[:, s]]
-            print(f"stage {s} holds layers " + ", ".join(map(_span, held)))
+            print(f"stage {s} holds layers " + ", ".join(map(span, held)))
     if command.svg is not None:
         print(f"drawn in {command.svg}")
     return 0
-
-
-def _span(layers: Sequence[int]) -> str:
-    first, last = layers[0], layers[-1]
-    return f"{first}" if first == last else f"{first}-{last}"

@@ -434,11 +434,3 @@ class Decoder(Pretrained, nnx.Module):
             rules=self.rules,
             rngs=rngs,
         )
-
-    def _check_length(self, name: str, length: int) -> None:
-        limit = self.config.max_seq_len
-        if self.config.position == "learned" and length > limit:
-            raise ValueError(
-                f"{name} {length} exceeds max_seq_len {limit}, the size of the table "
-                "of learned positions; shorten the sequences or pack them"
-            )

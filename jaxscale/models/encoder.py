@@ -469,14 +469,6 @@ class EncoderModel(Pretrained, nnx.Module):
             lookups.append((places, self.positions))
         return lookups
 
-    def _check_length(self, name: str, length: int) -> None:
-        limit = self.config.max_seq_len
-        if self.config.position == "learned" and length > limit:
-            raise ValueError(
-                f"{name} {length} exceeds max_seq_len {limit}, the size of the table "
-                "of learned positions; shorten the sequences or pack them"
-            )
-
 
 def _places(tokens: Array, positions: Array, offset: int, rules: AxisRules) -> Array:
     """Rows of the table of positions, counted without padding tokens, [B, T]."""

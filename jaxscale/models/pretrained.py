@@ -65,6 +65,8 @@ def check_dtype(name: str, dtype: Any) -> None:
 class Pretrained:
     """A model that can be read from files."""
 
+    config: Any
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -96,3 +98,11 @@ class Pretrained:
                 f"{kind}.from_pretrained, or for texts to {_OF_TEXTS[kind]}"
             )
         return model
+
+    def _check_length(self, name: str, length: int) -> None:
+        limit = self.config.max_seq_len
+        if self.config.position == "learned" and length > limit:
+            raise ValueError(
+                f"{name} {length} exceeds max_seq_len {limit}, the size of the table "
+                "of learned positions; shorten the sequences or pack them"
+            )

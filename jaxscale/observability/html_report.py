@@ -95,15 +95,12 @@ class Report:
         self,
         columns: Sequence[str],
         rows: Sequence[Sequence[str | float]],
-        *,
-        folded: str | None = None,
     ) -> None:
         """A table; numbers are shown with four significant digits.
 
         Args:
             columns: Heads of the columns.
             rows: Cells of each row.
-            folded: Summary line that unfolds the table; None shows the table.
 
         Raises:
             ValueError: a row has another number of cells than there are columns.
@@ -115,11 +112,10 @@ class Report:
         body = "".join(
             "<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in rows
         )
-        table = (
+        self._parts.append(
             f"<div class='wide'><table><thead><tr>{head}</tr></thead>"
             f"<tbody>{body}</tbody></table></div>"
         )
-        self._parts.append(_folded(table, folded))
 
     def headlines(self, figures: Mapping[str, str]) -> None:
         """Large figures beside each other, each with what it is under it.
@@ -147,7 +143,10 @@ class Report:
             for name, value in facts.items()
         )
         table = f"<div class='wide'><table class='facts'>{rows}</table></div>"
-        self._parts.append(_folded(table, folded))
+        if folded is not None:
+            line = html.escape(folded)
+            table = f"<details><summary>{line}</summary>{table}</details>"
+        self._parts.append(table)
 
     def drawing(self, svg: str) -> None:
         """A picture; if wider than the page, it can be scrolled.
@@ -255,13 +254,6 @@ def add_steps(report: Report, records: Sequence[Mapping[str, Any]]) -> None:
                 series.append(Series(name=label, x=x, y=y))
         if series:
             report.plot(series, x_title="step", y_title=y_title)
-
-
-def _folded(table: str, line: str | None) -> str:
-    """A table, under a line that shows it if there is one."""
-    if line is None:
-        return table
-    return f"<details><summary>{html.escape(line)}</summary>{table}</details>"
 
 
 def _cell(value: str | float) -> str:

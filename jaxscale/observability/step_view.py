@@ -115,7 +115,7 @@ def heat_view(run: Run) -> dict[str, Any]:
         ),
     }
     return {
-        "rows": [_span([numbers[i] for i in part]) for part in rows],
+        "rows": [span([numbers[i] for i in part]) for part in rows],
         "layers": {
             name: _layer(at, values, rows)
             for name, (at, values) in {**_profiles(run), **layers}.items()
@@ -229,7 +229,8 @@ def _cells(
     ]
 
 
-def _span(numbers: Sequence[int]) -> str:
+def span(numbers: Sequence[int]) -> str:
+    """The first and the last of numbers."""
     first, last = numbers[0], numbers[-1]
     return f"{first}" if first == last else f"{first}-{last}"
 

@@ -12,14 +12,6 @@ from jaxscale.pruning.masks import (
     make_model_masks,
 )
 from jaxscale.pruning.matrix import Mask, Matrix
-from jaxscale.pruning.report import (
-    LayerReport,
-    Work,
-    layer_reports,
-    lost_layers,
-    picture,
-    work,
-)
 from jaxscale.pruning.schedule import (
     PAPER_STAGES,
     Pruner,
@@ -38,6 +30,14 @@ from jaxscale.pruning.scores import (
     wanda_scores,
 )
 from jaxscale.pruning.second_order import sparsegpt_scores, update_weights
+from jaxscale.pruning.summary import (
+    LayerReport,
+    Work,
+    layer_reports,
+    lost_layers,
+    picture,
+    work,
+)
 from jaxscale.pruning.tilewise import make_masks, tile_counts
 from jaxscale.public import listing
 

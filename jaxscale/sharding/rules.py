@@ -140,19 +140,8 @@ class AxisRules:
             >>> fsdp_tp().only({"data", "tensor"}).spec("batch", "embed", "mlp")
             P('data', None, 'tensor')
         """
-        kept = set(mesh_axes)
-        entries = {
-            field.name: tuple(
-                n for n in as_tuple(getattr(self, field.name)) if n in kept
-            )
-            for field in dataclasses.fields(self)
-        }
-        return AxisRules(
-            **{
-                axis: names[0] if len(names) == 1 else names or None
-                for axis, names in entries.items()
-            }
-        )
+        names = [field.name for field in dataclasses.fields(self)]
+        return self.without(self.mesh_axes().difference(mesh_axes), names)
 
 
 def check_rules(rules: Any) -> None:

@@ -1,8 +1,5 @@
 """System limits of a process: open files, and so connections."""
 
-import resource
-
-
 _OTHERS = 256  # files of the process itself, and connections of strangers
 
 
@@ -19,6 +16,8 @@ def allow_connections(count: int) -> None:
         ...
         ValueError: 1099511627776 connections need as many open files, ...
     """
+    import resource  # which not all platforms have
+
     needed = count + _OTHERS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

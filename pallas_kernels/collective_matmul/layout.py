@@ -33,7 +33,7 @@ from pallas_kernels.scaled_matmul import mosaic_gpu as scaled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class RowLayout:
     """The rows and the devices of one problem, as seen from this device."""
 
     axis_name: str
@@ -58,7 +58,7 @@ class Layout:
         *,
         batch: int,
         rows: int,
-    ) -> "Layout":
+    ) -> "RowLayout":
         """The layout of a call on a GPU; rows are those of one device."""
         size = math.prod(config.cluster_tiles)
         return cls(
@@ -143,7 +143,7 @@ class Layout:
 
 
 def grid(
-    layout: Layout,
+    layout: RowLayout,
     tiles: Tiles,
     chunks: Chunks,
     device: DeviceSpec,

@@ -35,7 +35,7 @@ from pallas_kernels.collective_matmul.communicator import (
 )
 from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
 from pallas_kernels.collective_matmul.layout import (
-    Layout,
+    RowLayout,
     cut_tiles,
     grid,
     pad,
@@ -83,7 +83,7 @@ def all_gather_matmul(
     scaled = x, ws
     x, ws = pad(values_of(x)), [pad(values_of(w)) for w in ws]
     tiles = cut_tiles([x] * len(ws), ws, call, config)
-    layout = Layout.of(call, config, device, batch=batch, rows=x.shape[1])
+    layout = RowLayout.of(call, config, device, batch=batch, rows=x.shape[1])
     scales, factors = scales_of(*scaled, tiles, layout.blocks)
     # Row blocks hold a whole number of chunks, the last and lower one of a device too.
     common = math.gcd(config.tile_m, layout.rows)
@@ -120,7 +120,7 @@ class Plan:
     all of it at once, or a part of K of all row blocks before the next one.
     """
 
-    layout: Layout
+    layout: RowLayout
     """Rows and devices."""
     columns: Columns
     """The tiles of each weight, one weight after the other."""

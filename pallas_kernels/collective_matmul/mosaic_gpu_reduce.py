@@ -47,7 +47,7 @@ from pallas_kernels.collective_matmul.communicator import (
 )
 from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
 from pallas_kernels.collective_matmul.layout import (
-    Layout,
+    RowLayout,
     cut_tiles,
     grid,
     pad,
@@ -138,7 +138,7 @@ def matmul_all_reduce(
 class Plan:
     """A reduction as it is cut."""
 
-    layout: Layout
+    layout: RowLayout
     """Rows and devices."""
     tiles: Sequence[Tiles]
     """The tiles of each matmul; their sums share one output tile."""
@@ -601,7 +601,7 @@ def _reduce(
     scaled = xs[0], ws
     ws = [pad(values_of(w)) for w in ws]
     tiles = cut_tiles(slabs, ws, call, config)
-    layout = Layout.of(call, config, device, batch=batch, rows=slabs[0].shape[1])
+    layout = RowLayout.of(call, config, device, batch=batch, rows=slabs[0].shape[1])
     if config.cluster == "m" and layout.blocks_of_device % 2:
         raise Unsupported(
             f"collective_matmul: cluster='m' and {layout.blocks_of_device} row blocks"

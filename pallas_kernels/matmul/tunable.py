@@ -7,22 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.matmul import mosaic_gpu, xla
-from pallas_kernels.matmul.config import MatmulConfig, Problem, candidates
+from pallas_kernels.matmul.config import MatmulConfig, Problem
+from pallas_kernels.matmul.config import candidates as candidates
 from pallas_kernels.matmul.specs import SPECS
 from pallas_kernels.mosaic import DeviceSpec
-from pallas_kernels.tuning import IDLE_SHARE
-from pallas_kernels.tuning import device_time_us as time_us
-
-
-__all__ = [
-    "IDLE_SHARE",
-    "arguments",
-    "baseline",
-    "candidates",
-    "kernel",
-    "problems",
-    "time_us",
-]
 
 
 def problems() -> Mapping[str, Problem]:

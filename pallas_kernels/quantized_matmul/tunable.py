@@ -11,22 +11,11 @@ from pallas_kernels.quantized_matmul import mosaic_gpu, xla
 from pallas_kernels.quantized_matmul.config import (
     Problem,
     QuantizedMatmulConfig,
-    candidates,
+)
+from pallas_kernels.quantized_matmul.config import (
+    candidates as candidates,
 )
 from pallas_kernels.quantized_matmul.specs import SPECS
-from pallas_kernels.tuning import IDLE_SHARE
-from pallas_kernels.tuning import device_time_us as time_us
-
-
-__all__ = [
-    "IDLE_SHARE",
-    "arguments",
-    "baseline",
-    "candidates",
-    "kernel",
-    "problems",
-    "time_us",
-]
 
 
 def problems() -> Mapping[str, Problem]:

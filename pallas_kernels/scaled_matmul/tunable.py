@@ -11,23 +11,12 @@ from pallas_kernels.scaled_matmul import mosaic_gpu, xla
 from pallas_kernels.scaled_matmul.config import (
     ScaledMatmulConfig,
     ScaledProblem,
-    candidates,
+)
+from pallas_kernels.scaled_matmul.config import (
+    candidates as candidates,
 )
 from pallas_kernels.scaled_matmul.quantize import quantize_fp8
 from pallas_kernels.scaled_matmul.specs import SPECS
-from pallas_kernels.tuning import IDLE_SHARE
-from pallas_kernels.tuning import device_time_us as time_us
-
-
-__all__ = [
-    "IDLE_SHARE",
-    "arguments",
-    "baseline",
-    "candidates",
-    "kernel",
-    "problems",
-    "time_us",
-]
 
 
 def problems() -> Mapping[str, ScaledProblem]:

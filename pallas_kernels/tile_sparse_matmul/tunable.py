@@ -11,24 +11,12 @@ from pallas_kernels.tile_sparse_matmul import mosaic_gpu, xla
 from pallas_kernels.tile_sparse_matmul.config import (
     Problem,
     TileSparseConfig,
-    candidates,
+)
+from pallas_kernels.tile_sparse_matmul.config import (
+    candidates as candidates,
 )
 from pallas_kernels.tile_sparse_matmul.format import TileSparse
 from pallas_kernels.tile_sparse_matmul.specs import SPECS
-from pallas_kernels.tuning import IDLE_SHARE
-from pallas_kernels.tuning import device_time_us as time_us
-
-
-__all__ = [
-    "IDLE_SHARE",
-    "arguments",
-    "baseline",
-    "candidates",
-    "kernel",
-    "problems",
-    "random_weight",
-    "time_us",
-]
 
 
 def problems() -> Mapping[str, Problem]:

@@ -57,6 +57,17 @@ class Inputs(NamedTuple):
         """The prefix sums of the keys, given or not."""
         return self.cu_q if self.cu_k is None else self.cu_k
 
+    def numbers_by_row(self) -> "Inputs":
+        """The inputs with the numbers of heads for each row, [R, N] in fp32."""
+
+        def each(a: Array | None) -> Array | None:
+            if a is None:
+                return None
+            a = a.astype(jnp.float32)
+            return jnp.broadcast_to(a, (self.q.shape[0], *a.shape))
+
+        return self._replace(sinks=each(self.sinks), slopes=each(self.slopes))
+
     def with_known(self) -> "Inputs":
         """The inputs with prefix sums of numpy where they are known."""
         if self.known is None:

@@ -276,22 +276,14 @@ def _by_row(x: Inputs, head_dims: tuple[int, int] | None = None) -> Inputs:
         head_dims = size, size
     head_dim, value_dim = head_dims
 
-    def per_head(a: Array | None) -> Array | None:
-        if a is None:
-            return None
-        a = a.astype(jnp.float32)
-        return jnp.broadcast_to(a, (x.q.shape[0], *a.shape))  # [R, N]
-
     def lines(a: Array | None) -> Array | None:
         # The copy engine moves whole lines of 16 bytes.
         return None if a is None else _pad(a, -(-a.shape[-1] // 8) * 8)
 
-    return x._replace(
+    return x.numbers_by_row()._replace(
         q=_pad(x.q, head_dim),
         k=_pad(x.k, head_dim),
         v=_pad(x.v, value_dim),
-        sinks=per_head(x.sinks),
-        slopes=per_head(x.slopes),
         query_terms=lines(x.query_terms),
         key_terms=lines(x.key_terms),
     )

@@ -224,7 +224,7 @@ class _Kernels:
 
     def forward(self, x: Inputs, with_rest: bool) -> tuple[Array, Array, Array | None]:
         """``(out, lse, rest)``."""
-        x = _by_row(x)
+        x = x.numbers_by_row()
         axes = varying(*jax.tree.leaves(x))
         results = batched(functools.partial(self._forward, with_rest))(x)
         out, lse, *rest = (as_varying(a, axes) for a in results)
@@ -252,7 +252,7 @@ class _Kernels:
 
     def backward(self, x: Inputs, dout: Array, lse: Array, delta: Array) -> Inputs:
         """The gradients."""
-        by_row = _by_row(x._replace(sinks=None))
+        by_row = x._replace(sinks=None).numbers_by_row()
         axes = varying(*jax.tree.leaves((by_row, dout)))
         grads = batched(self._backward)(by_row, dout, lse, delta)
         dq, dk, dv, *more = (as_varying(a, axes) for a in grads)
@@ -355,18 +355,6 @@ def _tables(x: Inputs, block: int, *, of_keys: bool = False) -> Array:
     if of_keys:
         return tile_table(cu_k, cu_q, x.k.shape[1], block)
     return tile_table(cu_q, cu_k, x.q.shape[1], block)
-
-
-def _by_row(x: Inputs) -> Inputs:
-    """The inputs with numbers of heads by row, in fp32."""
-
-    def per_row(a: Array | None) -> Array | None:
-        if a is None:
-            return None
-        a = a.astype(jnp.float32)
-        return jnp.broadcast_to(a, (x.q.shape[0], *a.shape))  # [R, N]
-
-    return x._replace(sinks=per_row(x.sinks), slopes=per_row(x.slopes))
 
 
 def _pointer(a: Array | None) -> Array:

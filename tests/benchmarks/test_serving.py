@@ -137,7 +137,7 @@ def test_transformers_warms_up(monkeypatch, policy, attention, warm):
 
 
 def test_figures():
-    load = serving_policies.Load(prompts=[[1], [2]], outputs=[2, 3], due=[0.0, 1.0])
+    load = serving_policies.Workload(prompts=[[1], [2]], outputs=[2, 3], due=[0.0, 1.0])
     outcomes = serving_policies.outcomes_of(load, [[0.5, 2.0], [1.5, 2.0, 2.5]])
     found = serving_policies.figures(outcomes, {0: 1.0, 1: 1.0})
     assert found["tokens_per_second"] == 2.0

@@ -15,7 +15,7 @@ from benchmarks.measure import command
 from benchmarks.rivals import attention_baselines as baselines
 from benchmarks.rivals import attention_definition as definition
 from benchmarks.rivals import torch_attention
-from benchmarks.rivals.attention_baselines import Layout
+from benchmarks.rivals.attention_baselines import BatchLayout
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.varlen_attention.specs import VarlenSpec
 from tests.lowering import lower_for_cuda
@@ -28,11 +28,11 @@ RESULTS = Path(benchmark.__file__).parent / "results/nvidia_h200/varlen_attentio
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(),
-        Layout(batched=True),
-        Layout(batched=True, heads_first=True),
-        Layout(padded=True),
-        Layout(padded=True, heads_first=True),
+        BatchLayout(),
+        BatchLayout(batched=True),
+        BatchLayout(batched=True, heads_first=True),
+        BatchLayout(padded=True),
+        BatchLayout(padded=True, heads_first=True),
     ],
 )
 def test_rows_come_back_from_every_layout(layout):

@@ -22,7 +22,7 @@ from pallas_kernels.collective_matmul.config import (
     candidates,
     heuristic,
 )
-from pallas_kernels.collective_matmul.layout import Layout
+from pallas_kernels.collective_matmul.layout import RowLayout
 from pallas_kernels.collective_matmul.specs import SPECS
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul import MatmulConfig
@@ -143,13 +143,13 @@ def test_gathered_rows_that_nobody_wants(name):
 @pytest.mark.parametrize("order", ["rows", "k"])
 def test_own_rows_are_copied_only_where_they_are_wanted(order, monkeypatch):
     counts = []
-    real = Layout.pieces_of_block
+    real = RowLayout.pieces_of_block
 
     def pieces_of_block(self, count):
         counts.append(count)
         return real(self, count)
 
-    monkeypatch.setattr(Layout, "pieces_of_block", pieces_of_block)
+    monkeypatch.setattr(RowLayout, "pieces_of_block", pieces_of_block)
     problem = CollectiveProblem(
         kind="all_gather", m=1024, n=(128,), k=(1024,), devices=4, dtype=BF16
     )
@@ -556,7 +556,7 @@ def test_a_gpu_without_room_for_a_cluster():
     call = Call(axis_name="tensor", size=2, out_dtype=BF16)
     paired = dataclasses.replace(SMALL, cluster="m")
     with pytest.raises(Unsupported, match="clusters of 2 blocks and nvidia_h200 has 1"):
-        Layout.of(call, paired, small, batch=1, rows=77)
+        RowLayout.of(call, paired, small, batch=1, rows=77)
 
 
 def test_narrow_weights_need_a_narrow_tile():

@@ -2,10 +2,12 @@
 
 # Stand-ins take the place of modules.
 
+import concurrent.futures
 import fcntl
 import json
 import types
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +55,12 @@ def test_problems_are_those_of_the_layers():
         assert len(candidates) <= 28
 
 
+def tuned(tunable, problem, **options) -> Any:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        prepared = tuning.prepare(tunable, problem, H200, pool)
+    return tuning.measure(prepared, rounds=1, **options)
+
+
 def test_the_fastest_that_works_wins():
     """Of candidates that fail to lower, that are wrong, that are slow."""
     problem = problem_of("reduce_scatter")
@@ -70,14 +78,12 @@ def test_the_fastest_that_works_wins():
             fast: ring,
         }[config]
 
-    fake = types.SimpleNamespace(
-        **{name: getattr(tunable, name) for name in tunable.__all__}
-    )
+    fake = types.SimpleNamespace(**vars(tunable))
     fake.kernel = kernel
     fake.time_us = lambda fn, *_, iterations: [1.0 + ("slow" in fn.as_text())]
     fake.candidates = lambda *_: [unsupported, wrong, slow, fast]
     said = []
-    entry = tuning.tune(fake, problem, H200, rounds=1, report=said.append)
+    entry = tuned(fake, problem, report=said.append)
     assert entry.config["stages"] == 5
     assert entry.time_us == 1
     assert "Unsupported: collective_matmul: 64 columns" in said[0]
@@ -89,15 +95,13 @@ def test_pauses_are_those_of_the_op(monkeypatch):
     pauses = []
     monkeypatch.setattr(tuning.time, "sleep", pauses.append)
     problem = problem_of("reduce_scatter")
-    fake = types.SimpleNamespace(
-        **{name: getattr(tunable, name) for name in tunable.__all__}
-    )
+    fake = types.SimpleNamespace(**vars(tunable))
     fake.kernel = lambda *_: tunable._program(problem, "xla_ring", None)
     fake.time_us = lambda *_, iterations: [1e6, 2e6]
     fake.candidates = lambda *_: [CollectiveConfig()]
-    tuning.tune(fake, problem, H200, rounds=1)
+    tuned(fake, problem)
     fake.IDLE_SHARE = 6
-    tuning.tune(fake, problem, H200, rounds=1)
+    tuned(fake, problem)
     assert pauses == pytest.approx([3.0] * 3 + [18.0] * 3)
 
 
@@ -135,8 +139,8 @@ def test_the_command_saves_each_problem_at_once(tmp_path, monkeypatch, capsys):
             config={}, time_us=1.0, xla_us=2.0, jax="0.11.2", date="2026-11-21"
         )
 
-    monkeypatch.setattr(tuning, "_prepare", prepare)
-    monkeypatch.setattr(tuning, "_measure", measure)
+    monkeypatch.setattr(tuning, "prepare", prepare)
+    monkeypatch.setattr(tuning, "measure", measure)
     arguments = ["collective_matmul", "--only", "llama70b_qkv", "tp=4", "m=16 "]
     tuning.main(arguments)
     assert [(p.m, p.n) for p in tuned] == [(16, (2560,))]
@@ -172,7 +176,7 @@ def test_the_next_problem_is_prepared_while_one_is_measured(
     three_problems, monkeypatch, capsys
 ):
     prepared, measured, alive = [], [], []
-    real = tuning._prepare
+    real = tuning.prepare
 
     def prepare(*args):
         assert len([ref for ref in alive if ref() is not None]) <= 1
@@ -193,7 +197,7 @@ def test_the_next_problem_is_prepared_while_one_is_measured(
                 program.result(timeout=600)  # it is compiled though this one waits
         return [1.0]
 
-    monkeypatch.setattr(tuning, "_prepare", prepare)
+    monkeypatch.setattr(tuning, "prepare", prepare)
     monkeypatch.setattr(tunable, "time_us", time_us)
     tuning.main(["collective_matmul"])
     assert measured == [16, 32, 64]

@@ -49,13 +49,15 @@ class RequestTable:
 
     def sequences(self) -> Iterator[Sequence]:
         """All active requests, in the order of arrival."""
-        for job in self._requests.values():
-            yield from (c for c in job.sequences if c.state is not SequenceStatus.ENDED)
+        for entry in self._requests.values():
+            for c in entry.sequences:
+                if c.state is not SequenceStatus.ENDED:
+                    yield c
 
     def of(self, request_id: str) -> list[Sequence]:
         """The sequences of a request; empty if there is no such request."""
-        job = self._requests.get(request_id)
-        return job.sequences if job else []
+        entry = self._requests.get(request_id)
+        return entry.sequences if entry else []
 
     def open(self, request: Request) -> list[Sequence]:
         """The sequences of a new request; all but the first are held."""
@@ -84,8 +86,8 @@ class RequestTable:
             sequences, self._arrivals, params.n, sequences[1:]
         )
         if request.deadline is not None:
-            entry = (request.deadline, self._arrivals, request.id)
-            heapq.heappush(self._deadlines, entry)
+            deadline = (request.deadline, self._arrivals, request.id)
+            heapq.heappush(self._deadlines, deadline)
         return sequences
 
     def is_held(self, c: Sequence) -> bool:
@@ -94,8 +96,8 @@ class RequestTable:
 
     def let_go(self, c: Sequence) -> list[Sequence]:
         """Release the sequences that its request held, and return them."""
-        job = self._requests[c.request.id]
-        held, job.held = job.held, []
+        entry = self._requests[c.request.id]
+        held, entry.held = entry.held, []
         return held
 
     def close(self, c: Sequence, reason: FinishReason) -> None:
@@ -103,22 +105,22 @@ class RequestTable:
 
         The outcome of a request is that of its worst sequence.
         """
-        job = self._requests[c.request.id]
+        entry = self._requests[c.request.id]
         outcome = _OUTCOMES.get(reason, "finished")
-        job.outcome = max(job.outcome, outcome, key=_WORST.index)
-        job.remaining -= 1
-        if not job.remaining:
+        entry.outcome = max(entry.outcome, outcome, key=_WORST.index)
+        entry.remaining -= 1
+        if not entry.remaining:
             del self._requests[c.request.id]
             counts = self._counts
-            setattr(counts, job.outcome, getattr(counts, job.outcome) + 1)
+            setattr(counts, entry.outcome, getattr(counts, entry.outcome) + 1)
 
     def take_late(self, now: float) -> list[str]:
         """The ids of requests whose deadline has passed since the last call."""
         late = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            entry = heapq.heappop(self._deadlines)
-            if self._is_here(entry):
-                late.append(entry[2])
+            deadline = heapq.heappop(self._deadlines)
+            if self._is_here(deadline):
+                late.append(deadline[2])
         if len(self._deadlines) > 2 * len(self._requests) + 64:
             self._deadlines = [d for d in self._deadlines if self._is_here(d)]
             heapq.heapify(self._deadlines)
@@ -126,5 +128,5 @@ class RequestTable:
 
     def _is_here(self, deadline: tuple[float, int, str]) -> bool:
         """An id may be reused once its request has ended."""
-        job = self._requests.get(deadline[2])
-        return job is not None and job.number == deadline[1]
+        entry = self._requests.get(deadline[2])
+        return entry is not None and entry.number == deadline[1]
