@@ -36,6 +36,7 @@ from pallas_kernels.varlen_attention.backward_short import backward_short
 from pallas_kernels.varlen_attention.batching import LARGEST_INT, batched
 from pallas_kernels.varlen_attention.config import (
     BACKWARD_TILES,
+    FORWARD_DIMS,
     HEAD_DIMS,
     LATENT_DIMS,
     LATENT_GRADIENT_DIMS,
@@ -66,14 +67,15 @@ def varlen_attention_mosaic_gpu(
 ) -> Passes:
     """The passes by the Hopper kernels, if they can serve the inputs.
 
-    Head dims other than 64, 128 and 256 are padded with zeros to the next of them, but
-    up to 192 with values of up to 128 to these (`LATENT_DIMS`), and to 256 and 128 in
-    the backward pass. The gradient with a relative bias is that of the portable
-    implementation where there is no kernel for it (`_Kernels.has_backward`).
+    Head dims other than 64, 96, 128 and 256 are padded with zeros to the next of them,
+    but up to 192 with values of up to 128 to these (`LATENT_DIMS`). Gradients, ALiBi
+    and 8 bits take 128 for 96, and gradients 256 and 128 for the latter. The gradient
+    with a relative bias is that of the portable implementation where there is no kernel
+    for it (`_Kernels.has_backward`).
     """
     device = check_hopper(device, "varlen_attention")
     check_local("varlen_attention", x.q, x.k, x.v)
-    check_arrays(x, HEAD_DIMS[-1])
+    check_arrays(x, HEAD_DIMS[-1], fp8=True)
     if config is not None and not isinstance(config, MosaicGpuConfig):
         raise Unsupported(
             f"mosaic_gpu varlen_attention takes a MosaicGpuConfig, got {config!r}; pass"
@@ -126,18 +128,22 @@ class _Kernels:
 
     def forward_rows(self, x: Inputs) -> Inputs:
         """The arrays that the forward kernel reads."""
-        latent = self.is_latent(x) and self.config.forward is None
-        return _by_row(x, LATENT_DIMS if latent else None)
+        if self.is_latent(x) and self.config.forward is None:
+            return _by_row(x, LATENT_DIMS)
+        # With slopes, heads of 96 would take more registers than there are.
+        own = not (x.fp8 or self.scores.alibi or self.scores.relative)
+        return _by_row(x, _next_of(FORWARD_DIMS if own else HEAD_DIMS, x))
 
     def backward_rows(self, x: Inputs) -> Inputs:
         """The arrays that the backward kernel reads."""
-        return _by_row(x, LATENT_GRADIENT_DIMS if self.is_latent(x) else None)
+        latent = self.is_latent(x)
+        return _by_row(x, LATENT_GRADIENT_DIMS if latent else _next_of(HEAD_DIMS, x))
 
     def is_latent(self, x: Inputs) -> bool:
         """Whether heads have the sizes of multi-head latent attention."""
         most, most_values = LATENT_DIMS
         fits = most_values < x.q.shape[3] <= most and x.v.shape[3] <= most_values
-        return fits and self.scores.relative is None
+        return fits and not x.fp8 and self.scores.relative is None
 
     def forward(self, x: Inputs, with_rest: bool) -> tuple[Array, Array, Array | None]:
         """``(out, lse, rest)``."""
@@ -201,6 +207,11 @@ class _Kernels:
         if self.scores.relative is not None and self.config.forward is None:
             blocks = ForwardBlocks(block_k=64)  # the terms take more room than the keys
         most = MOST_SHORT_SEQUENCES
+        if problem.fp8 and (self.scores.relative or blocks.consumers == 1):
+            raise Unsupported(
+                "varlen_attention: 8-bit operands take no relative bias and "
+                f"consumers=2 or 3, got consumers={blocks.consumers}; use bfloat16"
+            )
         if blocks.consumers == 1 and (self.scores.relative or problem.max_seqs > most):
             raise Unsupported(
                 "varlen_attention: consumers=1 takes no relative bias and at most "
@@ -262,18 +273,19 @@ class _Kernels:
         return blocks
 
 
-def _by_row(x: Inputs, head_dims: tuple[int, int] | None = None) -> Inputs:
+def _next_of(head_dims: tuple[int, ...], x: Inputs) -> tuple[int, int]:
+    """The least head dim that has room for keys and values, for both."""
+    size = min(n for n in head_dims if n >= max(x.q.shape[3], x.v.shape[3]))
+    return size, size
+
+
+def _by_row(x: Inputs, head_dims: tuple[int, int]) -> Inputs:
     """The arrays that kernels read: padded heads, numbers by row, lines of terms.
 
     Args:
         x: the inputs of the call.
-        head_dims: what to pad queries and keys, and values, to; None: to one that is
-            among `HEAD_DIMS`.
+        head_dims: what to pad queries and keys, and values, to.
     """
-    if head_dims is None:
-        widest = max(x.q.shape[3], x.v.shape[3])
-        size = min(n for n in HEAD_DIMS if n >= widest)
-        head_dims = size, size
     head_dim, value_dim = head_dims
 
     def per_head(a: Array | None) -> Array | None:

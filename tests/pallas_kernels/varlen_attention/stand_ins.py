@@ -1,7 +1,9 @@
 """What the interpreter runs in place of the kernels' own instructions."""
 
+import jax.numpy as jnp
 import numpy as np
 
+import tests.pallas_kernels.fp8_operands.stand_ins  # noqa: F401  registers them
 from tests.interpreter import register_inline
 
 
@@ -135,3 +137,7 @@ register_inline("add_shared_row", _add_shared_row)
 register_inline("vote_of_warp", np.any)
 register_inline("read_one_number", _read_one_number)
 register_inline("copy_one_line", _copy_one_line, writes=(1,))
+register_inline(
+    "round_to_operand",
+    lambda values: np.clip(values, -448, 448).astype(jnp.float8_e4m3fn),
+)

@@ -223,6 +223,20 @@ CASES = {
         },
         None,
     ),
+    "cross lengths, window, head dim 96": (
+        [5, 100, 0, 9, 3],
+        [64, 133, 7, 0, 5],
+        (120, 216, 2, 1, 96),
+        {"window": (20, 3), "softcap": 2.0, "sinks": True},
+        None,
+    ),
+    "one long, causal, head dim 80": (
+        [3, 150, 0, 20],
+        [3, 150, 0, 20],
+        (176, 176, 4, 1, 80),
+        {"causal": True},
+        None,
+    ),
 }
 
 
@@ -243,6 +257,7 @@ KNOWN = (
         "everything, short",
         "one long, causal",
         "cross lengths, window, any order",
+        "cross lengths, window, head dim 96",
     ),
 )
 def test_interpreted_kernels_equal_the_reference(name):
