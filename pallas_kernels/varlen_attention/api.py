@@ -141,9 +141,9 @@ def varlen_attention(
 
     Returns:
         ``out`` [T, N, Hv] in the type of q, bfloat16 of 8 bits; or ``(out, lse)`` with
-        lse fp32 [T, N], in natural logarithm. A query without keys gets ``out = 0`` and as lse the sink,
-        ``-inf`` without one. Rows past the last sequence get ``out = 0``, ``lse =
-        -inf`` and zero gradients.
+        lse fp32 [T, N], in natural logarithm. A query without keys gets ``out = 0`` and
+        as lse the sink, ``-inf`` without one. Rows past the last sequence get ``out =
+        0``, ``lse = -inf`` and zero gradients.
 
     Raises:
         TypeError: q, k and v are not all fp32, bf16, fp16 or E4M3; a descale is given
