@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -60,11 +61,13 @@ def chunked(
 def copy_rows(
     ref: Ref, row: Scalar, start: Scalar, head: Scalar, smem: Ref, barrier: Ref
 ) -> None:
-    """Rows of a head into chunks of shared memory."""
+    """Rows of a head into chunks of shared memory; columns that it lacks are zero."""
     chunks, rows, width = smem.shape
     for chunk in range(chunks):
-        columns = pl.ds(chunk * width, width)
-        source = ref.at[row, pl.ds(start, rows), head, columns]
+        first = chunk * width
+        if first + width > ref.shape[-1]:  # Pallas would refuse what it sees
+            first = lax.optimization_barrier(jnp.int32(first))
+        source = ref.at[row, pl.ds(start, rows), head, pl.ds(first, width)]
         plgpu.copy_gmem_to_smem(source, smem.at[chunk], barrier)
 
 

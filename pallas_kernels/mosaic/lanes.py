@@ -320,7 +320,13 @@ def _with_layout(
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def store_rows(ref: Ref, values: jax.Array, first: Scalar, stop: Scalar) -> None:
+def store_rows(
+    ref: Ref,
+    values: jax.Array,
+    first: Scalar,
+    stop: Scalar,
+    column: Scalar = None,
+) -> None:
     """Writes rows `first` to `stop` of a tile that lies in registers.
 
     A tile of a packed sequence may start at any row and end before the tile does: the
@@ -333,29 +339,38 @@ def store_rows(ref: Ref, values: jax.Array, first: Scalar, stop: Scalar) -> None
         values: the tile, in the layout of wgmma accumulators (or a column of it).
         first: int32, the first row to write.
         stop: int32, the row after the last.
+        column: int32, where the tile begins in `ref`; None is 0. Columns of the tile
+            that `ref` lacks are not written; it has a multiple of 16 bytes of them.
     """
     layout = plgpu.Layout.WGMMA
     if values.ndim == 1:
         layout = layout.reduce(1)
 
     scalar = plgpu.Layout.WG_SPLAT(())
+    numbers = [first, stop]
+    if values.ndim == 2 and (column is not None or ref.shape[1] < values.shape[1]):
+        numbers.append(0 if column is None else column)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, scalar, scalar))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[scalar] * len(numbers)))
     def store_some_rows(
-        ctx: Any, ref: Any, values: mgpu.FragmentedArray, first: Any, stop: Any
+        ctx: Any, ref: Any, values: mgpu.FragmentedArray, *numbers: Any
     ) -> None:
         del ctx
-        _store(ref, values, first.registers.item(), stop.registers.item())
+        _store(ref, values, *(number.registers.item() for number in numbers))
 
     store: Any = store_some_rows  # the decorator supplies the context
-    store(ref, values, jnp.int32(first), jnp.int32(stop))
+    store(ref, values, *(jnp.int32(number) for number in numbers))
 
 
 def _store(
-    ref: ir.Value, values: mgpu.FragmentedArray, first: ir.Value, stop: ir.Value
+    ref: ir.Value,
+    values: mgpu.FragmentedArray,
+    first: ir.Value,
+    stop: ir.Value,
+    column: ir.Value | None = None,
 ) -> None:
     """Emits the stores of one lane."""
-    i32 = ir.IntegerType.get_signless(32)
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
     strides = [stride * mgpu.utils.bytewidth(values.mlir_dtype) for stride in strides]
     indices = np.ndindex(values.registers.shape)
@@ -367,6 +382,12 @@ def _store(
         pieces = _whole_pieces(values, words)
     for place, piece in pieces:
         inside = _is_between(arith.index_cast(i32, place[0]), first, stop)
+        if column is not None:
+            width = mgpu.utils.c(ir.MemRefType(ref.type).shape[1], i32)
+            here = arith.addi(arith.index_cast(i32, place[1]), column)
+            is_there = arith.cmpi(arith.CmpIPredicate.slt, here, width)
+            inside = arith.andi(inside, is_there)
+            place = place[0], arith.index_cast(index, here)
         address = _address(ref, place, strides)
         names = ", ".join(f"${2 + i}" for i in range(len(piece)))
         vector_of = f".v{len(piece)}" if len(piece) > 1 else ""

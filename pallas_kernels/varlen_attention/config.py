@@ -183,7 +183,8 @@ class Problem:
     kv_heads: int
     """K."""
     head_dim: int
-    """H, one of `HEAD_DIMS`, or the first of `LATENT_DIMS`."""
+    """H, one of `FORWARD_DIMS`, or the first of `LATENT_DIMS`. Arrays may have fewer
+    columns, from head dim 96 on: the others are zero in shared memory."""
     dtype: jnp.dtype
     """bfloat16 or float16; in the forward pass also float8_e4m3fn."""
     value_dim: int | None = None

@@ -25,6 +25,7 @@ from pallas_kernels.mosaic import (
     check_smem,
     varying,
 )
+from pallas_kernels.mosaic.copies import CHUNK
 from pallas_kernels.partition import check_local
 from pallas_kernels.varlen_attention import xla
 from pallas_kernels.varlen_attention.backward import backward
@@ -90,12 +91,13 @@ def varlen_attention_mosaic_gpu(
             )
     kernels = _Kernels(scores, config or MosaicGpuConfig(), device)
     # Raised here, where another implementation may still be chosen.
-    problem = _problem(jax.eval_shape(kernels.forward_rows, x))
+    problem = _problem(x, kernels.forward_dims(x))
     kernels.forward_blocks(dataclasses.replace(problem, rows=1))
     return kernels
 
 
-def _problem(x: Inputs) -> Problem:
+def _problem(x: Inputs, head_dims: tuple[int, int]) -> Problem:
+    head_dim, value_dim = head_dims
     for name, a in (("q", x.q), ("k", x.k)):
         if (size := math.prod(a.shape[1:])) > LARGEST_INT:
             raise Unsupported(
@@ -109,9 +111,9 @@ def _problem(x: Inputs) -> Problem:
         max_seqs=x.cu_q.shape[1] - 1,
         heads=x.q.shape[2],
         kv_heads=x.k.shape[2],
-        head_dim=x.q.shape[3],
+        head_dim=head_dim,
         dtype=x.q.dtype,
-        value_dim=None if x.v.shape[3] == x.q.shape[3] else x.v.shape[3],
+        value_dim=None if value_dim == head_dim else value_dim,
     )
 
 
@@ -126,18 +128,17 @@ class _Kernels:
     config: MosaicGpuConfig
     device: DeviceSpec
 
-    def forward_rows(self, x: Inputs) -> Inputs:
-        """The arrays that the forward kernel reads."""
+    def forward_dims(self, x: Inputs) -> tuple[int, int]:
+        """Head dims of queries and keys and of values in the forward kernel."""
         if self.is_latent(x) and self.config.forward is None:
-            return _by_row(x, LATENT_DIMS)
+            return LATENT_DIMS
         # With slopes, heads of 96 would take more registers than there are.
         own = not (x.fp8 or self.scores.alibi or self.scores.relative)
-        return _by_row(x, _next_of(FORWARD_DIMS if own else HEAD_DIMS, x))
+        return _next_of(FORWARD_DIMS if own else HEAD_DIMS, x)
 
-    def backward_rows(self, x: Inputs) -> Inputs:
-        """The arrays that the backward kernel reads."""
-        latent = self.is_latent(x)
-        return _by_row(x, LATENT_GRADIENT_DIMS if latent else _next_of(HEAD_DIMS, x))
+    def backward_dims(self, x: Inputs) -> tuple[int, int]:
+        """The same in the backward kernel."""
+        return LATENT_GRADIENT_DIMS if self.is_latent(x) else _next_of(HEAD_DIMS, x)
 
     def is_latent(self, x: Inputs) -> bool:
         """Whether heads have the sizes of multi-head latent attention."""
@@ -147,16 +148,21 @@ class _Kernels:
 
     def forward(self, x: Inputs, with_rest: bool) -> tuple[Array, Array, Array | None]:
         """``(out, lse, rest)``."""
-        by_row = self.forward_rows(x)
+        head_dims = self.forward_dims(x)
+        by_row = _by_row(x, head_dims)
         axes = varying(*jax.tree.leaves(by_row))
-        results = batched(functools.partial(self._forward, with_rest))(by_row)
+        results = batched(functools.partial(self._forward, head_dims, with_rest))(
+            by_row
+        )
         out, lse, *rest = (as_varying(a, axes) for a in results)
         out, *rest = (a[..., : x.v.shape[3]] for a in (out, *rest))  # [R, T, N, Hv]
         return out, lse, rest[0] if with_rest else None
 
-    def _forward(self, with_rest: bool, x: Inputs) -> tuple[Array, ...]:
+    def _forward(
+        self, head_dims: tuple[int, int], with_rest: bool, x: Inputs
+    ) -> tuple[Array, ...]:
         x = x.with_known()
-        problem = _problem(x)
+        problem = _problem(x, head_dims)
         blocks = self.forward_blocks(problem)
         if blocks.consumers == 1:
             return forward_short(problem, self.scores, blocks, x, with_rest)
@@ -164,13 +170,15 @@ class _Kernels:
 
     def backward(self, x: Inputs, dout: Array, lse: Array, delta: Array) -> Inputs:
         """The gradients."""
-        by_row = self.backward_rows(x._replace(sinks=None))
-        if not self.has_backward(_problem(by_row)):
+        head_dims = self.backward_dims(x)
+        by_row = _by_row(x._replace(sinks=None), head_dims)
+        if not self.has_backward(_problem(by_row, head_dims)):
             portable = xla.default_passes(self.scores, x, self.device)
             return portable.backward(x, dout, lse, delta)
         dout = _pad(dout, by_row.v.shape[3])
         axes = varying(*jax.tree.leaves((by_row, dout)))
-        grads = batched(self._backward)(by_row, dout, lse, delta)
+        run = functools.partial(self._backward, head_dims)
+        grads = batched(run)(by_row, dout, lse, delta)
         dq, dk, dv, *more = (as_varying(a, axes) for a in grads)
         dq, dk = (a[..., : x.q.shape[3]] for a in (dq, dk))  # [R, T or S, N or K, H]
         dv = dv[..., : x.v.shape[3]]  # [R, S, K, Hv]
@@ -186,10 +194,15 @@ class _Kernels:
         return grads._replace(**entries)
 
     def _backward(
-        self, x: Inputs, dout: Array, lse: Array, delta: Array
+        self,
+        head_dims: tuple[int, int],
+        x: Inputs,
+        dout: Array,
+        lse: Array,
+        delta: Array,
     ) -> tuple[Array, ...]:
         x = x.with_known()
-        problem = _problem(x)
+        problem = _problem(x, head_dims)
         blocks = self.backward_blocks(problem)
         if blocks.consumers == 1:
             run = backward_short if self.scores.relative is None else backward_relative
@@ -280,13 +293,19 @@ def _next_of(head_dims: tuple[int, ...], x: Inputs) -> tuple[int, int]:
 
 
 def _by_row(x: Inputs, head_dims: tuple[int, int]) -> Inputs:
-    """The arrays that kernels read: padded heads, numbers by row, lines of terms.
+    """The arrays that kernels read: lines of heads, numbers by row, lines of terms.
 
     Args:
         x: the inputs of the call.
-        head_dims: what to pad queries and keys, and values, to.
+        head_dims: those of the kernel, of queries and keys, and of values.
     """
-    head_dim, value_dim = head_dims
+    # What the copy engine reads past a row is zero: the kernels of tiles need no more
+    # than lines of 16 bytes, and a chunk.
+    whole = x.fp8 or head_dims[0] == CHUNK or x.query_terms is not None
+    whole |= x.key_terms is not None
+
+    def padded(a: Array, head_dim: int) -> Array:
+        return _pad(a, head_dim if whole else max(-(-a.shape[3] // 8) * 8, CHUNK))
 
     def per_head(a: Array | None) -> Array | None:
         if a is None:
@@ -299,9 +318,9 @@ def _by_row(x: Inputs, head_dims: tuple[int, int]) -> Inputs:
         return None if a is None else _pad(a, -(-a.shape[-1] // 8) * 8)
 
     return x._replace(
-        q=_pad(x.q, head_dim),
-        k=_pad(x.k, head_dim),
-        v=_pad(x.v, value_dim),
+        q=padded(x.q, head_dims[0]),
+        k=padded(x.k, head_dims[0]),
+        v=padded(x.v, head_dims[1]),
         sinks=per_head(x.sinks),
         slopes=per_head(x.slopes),
         query_terms=lines(x.query_terms),

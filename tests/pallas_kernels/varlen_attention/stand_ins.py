@@ -12,13 +12,16 @@ def _rows(first, stop, size):
     return slice(first, min(max(first, int(stop)), size))
 
 
-def _store_some_rows(ref, values, first, stop):
+def _store_some_rows(ref, values, first, stop, *column):
+    place = _stored_part(ref, values, first, stop, *column)
+    ref[place] = values[place[0], : ref[place].shape[1]] if column else values[place]
+
+
+def _stored_part(ref, values, first, stop, column=None):
     rows = _rows(first, stop, len(ref))
-    ref[rows] = values[rows]
-
-
-def _stored_part(ref, values, first, stop):
-    return (_rows(first, stop, len(ref)),)
+    if column is None:
+        return (rows,)
+    return rows, slice(int(column), min(int(column) + values.shape[1], ref.shape[1]))
 
 
 def _load_some_rows(ref, first, stop, closure):
