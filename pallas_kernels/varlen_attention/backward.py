@@ -463,11 +463,11 @@ def _finish(
             )
             values = (values * scores.scale).astype(problem.dtype)
             rows = pl.ds(tile["base"] + first, ROWS)
-            part = tile["first"] - first, tile["stop"] - first
-            target = dq.at[tile["row"], rows, head]
+            target, where = dq.at[tile["row"], rows, head], (column,)
             if dq.shape[3] == problem.head_dim:
-                store_rows(target.at[:, pl.ds(column, CHUNK)], values, *part)
-            else:
-                store_rows(target, values, *part, column)
+                columns, where = pl.ds(column, CHUNK), ()
+                target = dq.at[tile["row"], rows, head, columns]
+            part = tile["first"] - first, tile["stop"] - first
+            store_rows(target, values, *part, *where)
 
     lax.fori_loop(0, _UNITS * problem.chunks, unit, None)

@@ -68,11 +68,12 @@ def varlen_attention_mosaic_gpu(
 ) -> Passes:
     """The passes by the Hopper kernels, if they can serve the inputs.
 
-    Head dims other than 64, 96, 128 and 256 are padded with zeros to the next of them,
-    but up to 192 with values of up to 128 to these (`LATENT_DIMS`). Gradients, ALiBi
-    and 8 bits take 128 for 96, and gradients 256 and 128 for the latter. The gradient
-    with a relative bias is that of the portable implementation where there is no kernel
-    for it (`_Kernels.has_backward`).
+    Head dims other than 64, 96, 128 and 256 run as the next of them, but up to 192 with
+    values of up to 128 as these (`LATENT_DIMS`). Gradients, ALiBi and 8 bits take 128
+    for 96, and gradients 256 and 128 for the latter. The columns that are missing are
+    zeros in shared memory; only in 8 bits, with a relative bias and up to 64 arrays are
+    padded. The gradient with a relative bias is that of the portable implementation
+    where there is no kernel for it (`_Kernels.has_backward`).
     """
     device = check_hopper(device, "varlen_attention")
     check_local("varlen_attention", x.q, x.k, x.v)
