@@ -686,7 +686,7 @@ def _as_fp8_operand(values: mgpu.FragmentedArray, layout: Any) -> Any:
             for word, source in zip(sent, sources, strict=True)
         ]
         for i, order in enumerate(orders):
-            words[row, column + 16 * i] = mgpu.utils.prmt(*taken, order)
+            words[row, column + 16 * i] = mgpu.utils.prmt(taken[0], taken[1], order)
     registers = np.empty(layout.registers_shape(values.shape), object)
     kind = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
     for at, place in _places(layout, values.shape).items():
