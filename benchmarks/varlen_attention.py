@@ -9,8 +9,9 @@ before it is timed, in as many sets as pass through the L2 cache twice. Packed b
 are rounded up to 64 rows, padded rows to the longest sequence and a multiple of 8.
 Rates count useful work alone, that of the gradients 2.5 times that of the result.
 Errors are those of `benchmarks.rivals.attention_definition`; ``norm_error`` is by
-norms. Cases with windows, softcap, sinks or ALiBi say so in `features`, and what cannot
-do that says so.
+norms. Those of ``fp8_*`` are against operands that nobody rounded, and rounding them is
+not timed. Cases with windows, softcap, sinks or ALiBi say so in `features`, and what
+cannot do that says so.
 
 Programs of several cases are compiled at once, in threads, before the first is timed.
 """
@@ -56,6 +57,7 @@ FORMS: Mapping[str, Callable[[VarlenSpec, bool], Form]] = {
         baselines.ours, "mosaic_gpu", deterministic=False
     ),
     "mosaic_gpu_static": baselines.whole_rows,
+    "fp8_mosaic_gpu": functools.partial(baselines.ours, "mosaic_gpu", fp8=True),
     "triton": functools.partial(baselines.ours, "triton"),
     "xla": functools.partial(baselines.ours, "xla"),
     "cudnn_packed": baselines.cudnn_packed,
@@ -65,6 +67,7 @@ FORMS: Mapping[str, Callable[[VarlenSpec, bool], Form]] = {
     "tokamax": baselines.tokamax,
     "flash_attn_2": torch_attention.flash_attn_2,
     "flash_attn_3": torch_attention.flash_attn_3,
+    "fp8_flash_attn_3": functools.partial(torch_attention.flash_attn_3, fp8=True),
     "flash_attn_4": torch_attention.flash_attn_4,
     "flash_attn_4_deterministic": functools.partial(
         torch_attention.flash_attn_4, deterministic=True

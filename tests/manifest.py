@@ -144,7 +144,29 @@ def attention_cases() -> Iterator[Case]:
             return run(*arguments), with_gradients(run)(*arguments)
 
         yield Case(spec.name, both, (q, k, v, per_head))
+    yield from fp8_cases()
     yield from relative_cases()
+
+
+def fp8_cases() -> Iterator[Case]:
+    """Attention of 8-bit operands, which has no gradients."""
+    every = {"window": (500, 0), "softcap": 5.0}
+    cases: tuple[tuple[int, dict[str, Any]], ...] = (
+        *((head_dim, {"causal": True}) for head_dim in (64, 128, 256)),
+        (128, {}),
+        (128, every),
+    )
+    for head_dim, options in cases:
+        q, k = (array(8192, n, head_dim, dtype=jnp.float8_e4m3fn) for n in (32, 8))
+
+        def run(q, k, v, cu, descale, options=options):
+            scales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), descale)
+            return varlen_attention(
+                q, k, v, cu, implementation="mosaic_gpu", **scales, **options
+            )
+
+        arguments = q, k, k, array(9, dtype=jnp.int32), array(8, 8, dtype=FP32)
+        yield Case("_".join(["fp8", str(head_dim), *options]), run, arguments)
 
 
 def relative_cases() -> Iterator[Case]:

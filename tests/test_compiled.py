@@ -71,6 +71,13 @@ def kernels(devices, op, name):
             "deepseek_v2_lite",
             ["varlen_attention", "varlen_attention_backward"],
         ),
+        ("varlen_attention", "fp8_128_causal", ["varlen_attention", "transpose"]),
+        ("varlen_attention", "fp8_256_causal", ["varlen_attention", "transpose"]),
+        (
+            "varlen_attention",
+            "phi_3_mini",
+            ["varlen_attention", "varlen_attention_backward"],
+        ),
         (
             "varlen_attention",
             "bert_base_b16_l128",

@@ -50,9 +50,9 @@ OURS = (
 BOUNDS = ("matmul_only", "comm_only", "ideal")
 """What no implementation of the whole can be faster than."""
 
-LESS_EXACT = ("fp8_mosaic_gpu", "fp8_xla")
-"""Matmuls of rounded operands: rivals of each other, but of no matmul of the
-operands themselves."""
+LESS_EXACT = ("fp8_mosaic_gpu", "fp8_xla", "fp8_flash_attn_3")
+"""Of rounded operands: rivals of each other, but of nothing that takes the operands
+themselves."""
 
 
 def _number(value: float) -> str:

@@ -71,7 +71,7 @@ PACKAGES: Mapping[str, Sequence[str]] = {
     "tokamax": ("tokamax",),
     "flash_attn_2": ("flash-attn", "torch"),
     "flash_attn_4*": ("flash-attn-4", "nvidia-cutlass-dsl", "torch"),
-    "flash_attn_3": ("vllm", "torch"),
+    "*flash_attn_3": ("vllm", "torch"),
     "flash_deberta": ("flashdeberta", "triton", "torch"),
     "vllm*": ("vllm",),
 }

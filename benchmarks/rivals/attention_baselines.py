@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention import attention
-from pallas_kernels.varlen_attention import varlen_attention
+from pallas_kernels.varlen_attention import quantize_heads, varlen_attention
 from pallas_kernels.varlen_attention.specs import VarlenSpec
 
 
@@ -187,16 +187,23 @@ def _want_top_left(spec: VarlenSpec) -> None:
 
 
 def ours(
-    implementation: str, spec: VarlenSpec, gradient: bool, deterministic: bool = True
+    implementation: str,
+    spec: VarlenSpec,
+    gradient: bool,
+    deterministic: bool = True,
+    fp8: bool = False,
 ) -> Form:
     """`varlen_attention`."""
+    if gradient and fp8:
+        raise NotImplementedError("8-bit operands have no gradients")
     if not gradient and not deterministic:
         raise NotImplementedError("without gradients it is the same")
     same = self_attention(spec)
     per_head = {"alibi_slopes": slopes_of(spec), "sinks": sinks_of(spec)}
     per_head = {name: x for name, x in per_head.items() if x is not None}
 
-    def attend(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *heads: Any) -> Any:
+    def attend(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        scales, (cu_q, cu_k, *heads) = rest[: 3 * fp8], rest[3 * fp8 :]
         return varlen_attention(
             q,
             k,
@@ -208,10 +215,31 @@ def ours(
             softcap=spec.softcap,
             deterministic=deterministic,
             implementation=implementation,
+            **dict(zip(DESCALES if fp8 else (), scales, strict=True)),
             **dict(zip(per_head, heads, strict=True)),
         )
 
-    return Form(attend, extra=(*spec.cu_seqlens(), *per_head.values()))
+    return Form(
+        attend,
+        extra=(*spec.cu_seqlens(), *per_head.values()),
+        prepare=functools.partial(quantized, spec) if fp8 else None,
+    )
+
+
+DESCALES = "q_descale", "k_descale", "v_descale"
+
+
+def quantized(spec: VarlenSpec, *packed: jax.Array) -> tuple[jax.Array, ...]:
+    """Q, k and v in 8 bits, then the scales of each sequence and key head."""
+    bounds_q, bounds_k = spec.cu_seqlens()
+    whole = packed[0].ndim == 4  # a row is a sequence
+    of_arrays = [None] * 3 if whole else [bounds_q, bounds_k, bounds_k]
+    pairs = [
+        quantize_heads(x, bounds, num_kv_heads=spec.num_kv_heads)
+        for x, bounds in zip(packed, of_arrays, strict=True)
+    ]
+    scales = (x[:, 0] if whole else x for _, x in pairs)  # [B, K]
+    return *(data for data, _ in pairs), *scales
 
 
 def whole_rows(spec: VarlenSpec, gradient: bool) -> Form:

@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rivals.attention_baselines import (
+    DESCALES,
     BatchLayout,
     Form,
     dense,
     padded_length,
     padding_mask,
+    quantized,
     rounded,
     sinks_of,
     slopes_of,
@@ -114,7 +116,7 @@ def flash_attn_4(spec: VarlenSpec, gradient: bool, deterministic: bool = False) 
     return Form(attend, BatchLayout(padded=whole), extra=(*packing, *more), torch=True)
 
 
-def flash_attn_3(spec: VarlenSpec, gradient: bool) -> Form:
+def flash_attn_3(spec: VarlenSpec, gradient: bool, fp8: bool = False) -> Form:
     """FlashAttention-3 from vLLM's wheel, which has no gradients.
 
     The environment variable that `vllm_serving` names says where that is. Sequences of
@@ -148,10 +150,13 @@ def flash_attn_3(spec: VarlenSpec, gradient: bool) -> Form:
         import torch
 
         function = torch.ops._vllm_fa3_C.fwd.default
-        names = *(("cu_seqlens_q", "cu_seqlens_k")[: len(packing)]), "s_aux"
+        scales = DESCALES if fp8 else ()
+        names = *scales, *("cu_seqlens_q", "cu_seqlens_k")[: len(packing)], "s_aux"
         more = dict(zip(names, operands, strict=False))  # there may be no sinks
         if "s_aux" in more:
-            more["s_aux"] = more["s_aux"].to(q.dtype)
+            more["s_aux"] = more["s_aux"].to(torch.bfloat16)
+        if fp8:
+            q, k, v = (x.view(torch.float8_e4m3fn) for x in (q, k, v))
         rest = dict.fromkeys(x.name for x in function._schema.arguments)
         return function(**{**rest, **options, **more, "q": q, "k": k, "v": v})[0]
 
@@ -161,8 +166,15 @@ def flash_attn_3(spec: VarlenSpec, gradient: bool) -> Form:
         BatchLayout(padded=whole),
         extra=(*packing, *more),
         torch=True,
+        prepare=functools.partial(_quantized_bytes, spec) if fp8 else None,
         versions={"vllm": version},
     )
+
+
+def _quantized_bytes(spec: VarlenSpec, *arrays: Any) -> tuple[Any, ...]:
+    """As `quantized`, 8-bit numbers as bytes: DLPack has no E4M3 everywhere."""
+    q, k, v, *scales = quantized(spec, *arrays)
+    return *(x.view("uint8") for x in (q, k, v)), *scales
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -37,11 +38,20 @@ def smem_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
     return -(-math.prod(shape) * jnp.dtype(dtype).itemsize // 1024) * 1024
 
 
-def chunked(stages: tuple[int, ...], rows: int, chunks: int, dtype: DTypeLike) -> Any:
-    """Rows in chunks of 64 columns, as wgmma reads them and as copies write them."""
-    shape = (*stages, chunks, rows, CHUNK)
-    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
-    tiling = plgpu.TilingTransform((8, CHUNK))  # pyright: ignore[reportAbstractUsage]
+def chunked(
+    stages: tuple[int, ...],
+    rows: int,
+    chunks: int,
+    dtype: DTypeLike,
+    width: int = CHUNK,
+) -> Any:
+    """Rows in chunks of columns, as wgmma reads them and as copies write them.
+
+    A chunk is a swizzled line wide, of 32, 64 or 128 bytes.
+    """
+    shape, line = (*stages, chunks, rows, width), width * jnp.dtype(dtype).itemsize
+    swizzle = plgpu.SwizzleTransform(line)  # pyright: ignore[reportAbstractUsage]
+    tiling = plgpu.TilingTransform((8, width))  # pyright: ignore[reportAbstractUsage]
     return plgpu.RefUnion(
         plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle)),
         plgpu.SMEM(shape, dtype, transforms=(swizzle,)),
@@ -51,9 +61,21 @@ def chunked(stages: tuple[int, ...], rows: int, chunks: int, dtype: DTypeLike) -
 def copy_rows(
     ref: Ref, row: Scalar, start: Scalar, head: Scalar, smem: Ref, barrier: Ref
 ) -> None:
-    """Rows of a head into chunks of shared memory."""
-    chunks, rows, _ = smem.shape
+    """Rows of a head into chunks of shared memory; columns that it lacks are zero."""
+    chunks, rows, width = smem.shape
     for chunk in range(chunks):
-        columns = pl.ds(chunk * CHUNK, CHUNK)
-        source = ref.at[row, pl.ds(start, rows), head, columns]
+        first = chunk * width
+        if first + width > ref.shape[-1]:  # Pallas would refuse what it sees
+            first = lax.optimization_barrier(jnp.int32(first))
+        source = ref.at[row, pl.ds(start, rows), head, pl.ds(first, width)]
+        plgpu.copy_gmem_to_smem(source, smem.at[chunk], barrier)
+
+
+def copy_transposed(
+    ref: Ref, row: Scalar, start: Scalar, head: Scalar, smem: Ref, barrier: Ref
+) -> None:
+    """Tokens of a head that lie side by side, ``[K, H, R, S]``, into such chunks."""
+    chunks, _, width = smem.shape
+    for chunk in range(chunks):
+        source = ref.at[head, :, row, pl.ds(start + chunk * width, width)]
         plgpu.copy_gmem_to_smem(source, smem.at[chunk], barrier)

@@ -75,11 +75,17 @@ def _first_element(values: mgpu.FragmentedArray) -> tuple[ir.Value, ir.Value]:
 
 def _register_places(values: Any) -> dict[tuple[int, ...], tuple[int, int]]:
     """Return the offset of each register's element from its lane's first."""
-    width = values.shape[1]
-    strides = values.layout.tiling.tile_strides((width, 1))
+    return _places(values.layout, values.shape)
+
+
+def _places(
+    layout: Any, shape: tuple[int, ...]
+) -> dict[tuple[int, ...], tuple[int, int]]:
+    width = shape[1]
+    strides = layout.tiling.tile_strides((width, 1))
     return {
         at: divmod(sum(i * s for i, s in zip(at, strides, strict=False)), width)
-        for at in np.ndindex(values.registers.shape)
+        for at in np.ndindex(layout.registers_shape(shape))
     }
 
 
@@ -314,7 +320,13 @@ def _with_layout(
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def store_rows(ref: Ref, values: jax.Array, first: Scalar, stop: Scalar) -> None:
+def store_rows(
+    ref: Ref,
+    values: jax.Array,
+    first: Scalar,
+    stop: Scalar,
+    column: Scalar = None,
+) -> None:
     """Writes rows `first` to `stop` of a tile that lies in registers.
 
     A tile of a packed sequence may start at any row and end before the tile does: the
@@ -327,29 +339,38 @@ def store_rows(ref: Ref, values: jax.Array, first: Scalar, stop: Scalar) -> None
         values: the tile, in the layout of wgmma accumulators (or a column of it).
         first: int32, the first row to write.
         stop: int32, the row after the last.
+        column: int32, where the tile begins in `ref`; None is 0. Columns of the tile
+            that `ref` lacks are not written; it has a multiple of 16 bytes of them.
     """
     layout = plgpu.Layout.WGMMA
     if values.ndim == 1:
         layout = layout.reduce(1)
 
     scalar = plgpu.Layout.WG_SPLAT(())
+    numbers = [first, stop]
+    if values.ndim == 2 and (column is not None or ref.shape[1] < values.shape[1]):
+        numbers.append(0 if column is None else column)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, scalar, scalar))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[scalar] * len(numbers)))
     def store_some_rows(
-        ctx: Any, ref: Any, values: mgpu.FragmentedArray, first: Any, stop: Any
+        ctx: Any, ref: Any, values: mgpu.FragmentedArray, *numbers: Any
     ) -> None:
         del ctx
-        _store(ref, values, first.registers.item(), stop.registers.item())
+        _store(ref, values, *(number.registers.item() for number in numbers))
 
     store: Any = store_some_rows  # the decorator supplies the context
-    store(ref, values, jnp.int32(first), jnp.int32(stop))
+    store(ref, values, *(jnp.int32(number) for number in numbers))
 
 
 def _store(
-    ref: ir.Value, values: mgpu.FragmentedArray, first: ir.Value, stop: ir.Value
+    ref: ir.Value,
+    values: mgpu.FragmentedArray,
+    first: ir.Value,
+    stop: ir.Value,
+    column: ir.Value | None = None,
 ) -> None:
     """Emits the stores of one lane."""
-    i32 = ir.IntegerType.get_signless(32)
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
     strides = [stride * mgpu.utils.bytewidth(values.mlir_dtype) for stride in strides]
     indices = np.ndindex(values.registers.shape)
@@ -361,6 +382,12 @@ def _store(
         pieces = _whole_pieces(values, words)
     for place, piece in pieces:
         inside = _is_between(arith.index_cast(i32, place[0]), first, stop)
+        if column is not None:
+            width = mgpu.utils.c(ir.MemRefType(ref.type).shape[1], i32)
+            here = arith.addi(arith.index_cast(i32, place[1]), column)
+            is_there = arith.cmpi(arith.CmpIPredicate.slt, here, width)
+            inside = arith.andi(inside, is_there)
+            place = place[0], arith.index_cast(index, here)
         address = _address(ref, place, strides)
         names = ", ".join(f"${2 + i}" for i in range(len(piece)))
         vector_of = f".v{len(piece)}" if len(piece) > 1 else ""
@@ -573,3 +600,95 @@ def any_of_warp(column: jax.Array) -> jax.Array:
 
     vote: Any = vote_of_warp  # the decorator supplies the context
     return vote(column)
+
+
+def as_fp8_operand(values: jax.Array) -> jax.Array:
+    """Rounds accumulators to E4M3, as the left operand of a matmul in registers.
+
+    Of 16 columns a lane has two pairs of an accumulator, and four in a row of an
+    operand of 8 bits. The four lanes of a row exchange them: for two times 16 columns
+    each sends two words and takes two.
+
+    Args:
+        values: fp32 [64, columns], in the layout of wgmma accumulators; a multiple of
+            32 columns. What is too large saturates.
+
+    Returns:
+        float8_e4m3fn [64, columns].
+    """
+    layout = plgpu.Layout.WGMMA_8BIT
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float8_e4m3fn, layout),
+    )
+    def round_to_operand(ctx: Any, values: mgpu.FragmentedArray) -> Any:
+        del ctx
+        return _as_fp8_operand(values, layout.to_mgpu())
+
+    convert: Any = round_to_operand  # the decorator supplies the context
+    return convert(values)
+
+
+def _as_fp8_operand(values: mgpu.FragmentedArray, layout: Any) -> Any:
+    """Emits the conversions and exchanges of one lane."""
+    i32 = ir.IntegerType.get_signless(32)
+    c = functools.partial(mgpu.utils.c, ty=i32)
+    lane = arith.remui(mgpu.utils.thread_idx(), c(32))
+    within = arith.remui(lane, c(4))
+    odd, upper = (
+        arith.cmpi(arith.CmpIPredicate.ne, arith.andi(within, c(bit)), c(0))
+        for bit in (1, 2)
+    )
+    # Lane 0 to 3 has columns 0, 4, 8, 12 and on: of the pairs of lanes 0 and 1 or of
+    # lanes 2 and 3, those of the first 8 columns or of the last.
+    pair = arith.addi(arith.subi(lane, within), arith.select(odd, c(2), c(0)))
+    sources = [arith.addi(pair, arith.select(upper, c(1 - i), c(i))) for i in (0, 1)]
+    orders = [
+        arith.select(upper, c(swapped), c(order))
+        for order, swapped in ((0x5410, 0x1054), (0x7632, 0x3276))
+    ]
+    by_place = {
+        place: values.registers[at] for at, place in _register_places(values).items()
+    }
+
+    def four(*registers: ir.Value) -> ir.Value:
+        numbers = [
+            vector.extract(register, dynamic_position=[], static_position=[i])
+            for register in registers
+            for i in range(2)
+        ]
+        return llvm.inline_asm(
+            i32,
+            numbers,
+            "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }",
+            "=r,f,f,f,f",
+        )
+
+    words = {}
+    for row, column in by_place:
+        if column % 32:
+            continue
+        low, high = (
+            four(by_place[row, column + i], by_place[row, column + 16 + i])
+            for i in (0, 8)
+        )
+        sent = arith.select(odd, high, low), arith.select(odd, low, high)
+        taken = [
+            llvm.inline_asm(
+                i32,
+                [word, source],
+                "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+                "=r,r,r",
+                has_side_effects=True,
+            )
+            for word, source in zip(sent, sources, strict=True)
+        ]
+        for i, order in enumerate(orders):
+            words[row, column + 16 * i] = mgpu.utils.prmt(taken[0], taken[1], order)
+    registers = np.empty(layout.registers_shape(values.shape), object)
+    kind = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
+    for at, place in _places(layout, values.shape).items():
+        registers[at] = mgpu.utils.bitcast(words[place], kind)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

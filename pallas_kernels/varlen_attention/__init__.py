@@ -9,6 +9,7 @@ from pallas_kernels.varlen_attention.config import (
     ForwardBlocks,
     MosaicGpuConfig,
 )
+from pallas_kernels.varlen_attention.quantize import quantize_heads
 from pallas_kernels.varlen_attention.reference import varlen_attention_reference
 from pallas_kernels.varlen_attention.relative import (
     RelativeBias,
@@ -33,6 +34,7 @@ __all__ = [
     "cu_seqlens_from_segment_ids",
     "position_terms",
     "positions_from_cu_seqlens",
+    "quantize_heads",
     "segment_ids_from_cu_seqlens",
     "varlen_attention",
     "varlen_attention_reference",

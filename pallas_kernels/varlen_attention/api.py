@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arrays import concrete
-from pallas_kernels.dispatch import dispatch
+from pallas_kernels.dispatch import dispatch, no_derivative
 from pallas_kernels.mosaic import DeviceSpec, vary_alike
 from pallas_kernels.partition import by_shards
 from pallas_kernels.varlen_attention.inputs import (
@@ -24,6 +24,7 @@ from pallas_kernels.varlen_attention.inputs import (
     KnownPacking,
     Passes,
     Scores,
+    resolve_descales,
     resolve_per_head,
     resolve_scale,
     resolve_softcap,
@@ -52,7 +53,7 @@ on alone, where the Mosaic kernel is faster, and its statistics take memory for 
 pair of a sequence and a token.
 """
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
 def varlen_attention(
@@ -69,6 +70,9 @@ def varlen_attention(
     sinks: Float[Array, " N"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
     relative_bias: RelativeBias | None = None,
+    q_descale: Float[Array | np.ndarray, "..."] | float | None = None,
+    k_descale: Float[Array | np.ndarray, "..."] | float | None = None,
+    v_descale: Float[Array | np.ndarray, "..."] | float | None = None,
     return_lse: bool = False,
     deterministic: bool = True,
     implementation: str | Sequence[str] | None = None,
@@ -117,6 +121,12 @@ def varlen_attention(
         relative_bias: terms of [T, N, P] and [S, N, P] from which each score reads one
             entry by ``-d`` (`RelativeBias`), for self-attention: DeBERTa's disentangled
             attention. The terms are not scaled.
+        q_descale: of q of type float8_e4m3fn, whose values are ``q * q_descale``:
+            [B, K] or what broadcasts to it, positive, a number for each sequence and
+            key/value head (`quantize_heads` makes them); [R, B, K] with rows. None is
+            1. The result is bfloat16, and has no gradients.
+        k_descale: the same for k.
+        v_descale: the same for v.
         return_lse: also return ``lse``.
         deterministic: gradients are bitwise equal between runs. False allows an
             implementation a faster sum whose order varies: that of q's gradient in
@@ -130,19 +140,21 @@ def varlen_attention(
             `MosaicGpuConfig` for "mosaic_gpu"); None uses its heuristic.
 
     Returns:
-        ``out`` [T, N, Hv] in the type of q; or ``(out, lse)`` with lse fp32 [T, N], in
-        natural logarithm. A query without keys gets ``out = 0`` and as lse the sink,
-        ``-inf`` without one. Rows past the last sequence get ``out = 0``, ``lse =
-        -inf`` and zero gradients.
+        ``out`` [T, N, Hv] in the type of q, bfloat16 of 8 bits; or ``(out, lse)`` with
+        lse fp32 [T, N], in natural logarithm. A query without keys gets ``out = 0`` and
+        as lse the sink, ``-inf`` without one. Rows past the last sequence get ``out =
+        0``, ``lse = -inf`` and zero gradients.
 
     Raises:
-        TypeError: q, k and v are not all fp32, all bf16 or all fp16; cu_seqlens are
-            not integers; or scale or softcap is traced or no number.
+        TypeError: q, k and v are not all fp32, bf16, fp16 or E4M3; a descale is given
+            for others than E4M3; cu_seqlens are not integers; or scale or softcap is
+            traced or no number.
         ValueError: shapes do not match, N is not a multiple of K, an option is out of
             range, relative_bias comes with cu_seqlens_k, or cu_seqlens that are not
             traced do not fit (traced ones cannot be checked: prefix sums beyond T or S
             count as T or S).
         Unsupported: the implementation that was named cannot serve the arguments.
+        NotImplementedError: a call in E4M3 is differentiated.
 
     Example:
         Three sequences of 3, 0 and 4 tokens in a budget of 8, 4 query heads on 2
@@ -193,6 +205,11 @@ def varlen_attention(
         bias = check_relative_bias(relative_bias, q.shape[:-2], k.shape[:-2], num_heads)
         terms = bias.query_terms, bias.key_terms
         relative = bias.buckets, terms[0] is not None, terms[1] is not None
+    descales = resolve_descales(
+        q,
+        {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale},
+        (*rows, cu_q.shape[-1] - 1, k.shape[-2]),
+    )
     scores = Scores(
         resolve_window(causal, window, num_queries + num_keys),
         resolve_scale(scale, head_dim),
@@ -217,10 +234,12 @@ def varlen_attention(
         )
         return _one_program(passes, x)
 
-    x = Inputs(q, k, v, cu_q, cu_k, None, None, *terms)
+    x = Inputs(q, k, v, cu_q, cu_k, None, None, *terms, *descales)
     if not rows:
         x = jax.tree.map(lambda a: a[None], x)  # [R, ...] with R = 1
     x = x._replace(sinks=sinks, slopes=alibi_slopes)
+    if x.fp8:
+        x = no_derivative(x, _NO_GRADIENT)
     arrays: Any = x[: len(_DIMS)]
     out, lse = by_shards(local, arrays, _DIMS, ("rTnV", "rTn"))(*arrays)
     if not rows:
@@ -231,7 +250,12 @@ def varlen_attention(
 OUT_NAME, LSE_NAME = "varlen_attention_out", "varlen_attention_lse"
 """Names of the residuals, for policies of `jax.checkpoint`."""
 
-_DIMS = ("rTnH", "rSnH", "rSnV", "rB", "rB", "n", "n", "rTnP", "rSnP")
+_NO_GRADIENT = (
+    "varlen_attention has no gradients with q, k and v of type float8_e4m3fn: rounding "
+    "to 8 bits has none; pass bfloat16"
+)
+
+_DIMS = ("rTnH", "rSnH", "rSnV", "rB", "rB", "n", "n", "rTnP", "rSnP", "rEn", "rEn")
 """A letter for each dimension of the arrays of `Inputs`: rows and heads are
 independent."""
 

@@ -192,8 +192,10 @@ def backward(
             (q_slots, problem.heads, units(problem, blocks), *FLAT), jnp.float32
         ),
         jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
-        jax.ShapeDtypeStruct((*by_key_head, problem.head_dim), x.k.dtype),
-        jax.ShapeDtypeStruct((*by_key_head, problem.value_size), x.v.dtype),
+        *(
+            jax.ShapeDtypeStruct((*by_key_head, a.shape[3]), a.dtype)
+            for a in (x.k, x.v)
+        ),
     ]
     if scores.alibi:
         shape = (slots, problem.heads, BACKWARD_CONSUMERS * ROWS)
@@ -446,7 +448,7 @@ def _finish(
         head = group * _finished(blocks) + lax.div(number, each)
         number = lax.rem(number, each)
         first = lax.div(number, jnp.int32(problem.chunks)) * ROWS
-        columns = pl.ds(lax.rem(number, jnp.int32(problem.chunks)) * CHUNK, CHUNK)
+        column = lax.rem(number, jnp.int32(problem.chunks)) * CHUNK
 
         @pl.when((head < problem.heads) & (tile["first"] < tile["stop"]))
         def _() -> None:
@@ -461,7 +463,11 @@ def _finish(
             )
             values = (values * scores.scale).astype(problem.dtype)
             rows = pl.ds(tile["base"] + first, ROWS)
-            target = dq.at[tile["row"], rows, head, columns]
-            store_rows(target, values, tile["first"] - first, tile["stop"] - first)
+            target, where = dq.at[tile["row"], rows, head], (column,)
+            if dq.shape[3] == problem.head_dim:
+                columns, where = pl.ds(column, CHUNK), ()
+                target = dq.at[tile["row"], rows, head, columns]
+            part = tile["first"] - first, tile["stop"] - first
+            store_rows(target, values, *part, *where)
 
     lax.fori_loop(0, _UNITS * problem.chunks, unit, None)

@@ -38,6 +38,9 @@ _LONG = 768
 HEAD_DIMS = (64, 128, 256)
 """Head dims that the kernels are built for; others are padded to the next."""
 
+FORWARD_DIMS = (64, 96, 128, 256)
+"""The same of the forward kernel."""
+
 LATENT_DIMS = (192, 128)
 """Head dims of queries and keys and of values in multi-head latent attention, which has
 a forward kernel of its own size."""
@@ -180,9 +183,10 @@ class Problem:
     kv_heads: int
     """K."""
     head_dim: int
-    """H, one of `HEAD_DIMS`, or the first of `LATENT_DIMS`."""
+    """H, one of `FORWARD_DIMS`, or the first of `LATENT_DIMS`. Arrays may have fewer
+    columns, from head dim 96 on: the others are zero in shared memory."""
     dtype: jnp.dtype
-    """bfloat16 or float16."""
+    """bfloat16 or float16; in the forward pass also float8_e4m3fn."""
     value_dim: int | None = None
     """Hv; None: the same."""
 
@@ -192,9 +196,19 @@ class Problem:
         return self.heads // self.kv_heads
 
     @property
+    def fp8(self) -> bool:
+        """Whether the tensor cores multiply 8-bit numbers."""
+        return self.dtype.itemsize == 1
+
+    @property
+    def width(self) -> int:
+        """Columns of a chunk of a head: a swizzled line of up to 128 bytes."""
+        return math.gcd(self.head_dim, 128 // self.dtype.itemsize)
+
+    @property
     def chunks(self) -> int:
-        """Chunks of 64 columns of a head."""
-        return self.head_dim // CHUNK
+        """Chunks of a head."""
+        return self.head_dim // self.width
 
     @property
     def score_chunks(self) -> int:
@@ -209,8 +223,19 @@ class Problem:
 
     @property
     def value_chunks(self) -> int:
-        """Chunks of 64 columns of a head of the values."""
-        return self.value_size // CHUNK
+        """Chunks of a head of the values."""
+        return self.value_size // self.width
+
+    def value_tiles(self, block_k: int) -> tuple[int, int, int]:
+        """Chunks of the values of a step, their rows and columns.
+
+        8-bit values lie transposed, tokens side by side: the tensor cores read 8-bit
+        operands along the sum alone.
+        """
+        if self.fp8:
+            width = math.gcd(block_k, 128)
+            return block_k // width, self.value_size, width
+        return self.value_chunks, block_k, self.width
 
 
 def query_buffers(problem: Problem) -> int:
@@ -258,8 +283,11 @@ def forward_blocks(
         the GPU at once, and there are not so many sequences that blocks search long for
         theirs. From head dim 128 on half of the columns of the queries are held in
         registers: all of them were 5% slower with head dim 128 (trial), and with 256
-        they do not fit.
+        they do not fit. With 8-bit operands steps are half as long and take half of the
+        room: more of them are under way.
     """
+    if problem.fp8:
+        return ForwardBlocks(block_k=128 if problem.head_dim <= 128 else 64, stages=4)
     queries = math.ceil(problem.queries / problem.max_seqs)
     keys = math.ceil(problem.keys / problem.max_seqs)
     if problem.head_dim == 64:
@@ -268,7 +296,7 @@ def forward_blocks(
         if (queries <= _SHORT or few) and problem.max_seqs <= MOST_SHORT_SEQUENCES:
             return ForwardBlocks(consumers=1, block_k=64, overlap=False)
         return ForwardBlocks(consumers=3 if queries > 512 and not alibi else 2)
-    if problem.head_dim in (128, LATENT_DIMS[0]):
+    if problem.head_dim in (96, 128, LATENT_DIMS[0]):
         return ForwardBlocks(held=0 if alibi else 1)
     return ForwardBlocks(block_k=64, overlap=False, ping_pong=True, held=2)
 

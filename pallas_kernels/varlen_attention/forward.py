@@ -23,13 +23,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
+from pallas_kernels.fp8_operands import mosaic_gpu as fp8_operands
 from pallas_kernels.mosaic.aliases import Ref, Scalar
-from pallas_kernels.mosaic.copies import chunked, copy_rows
+from pallas_kernels.mosaic.copies import chunked, copy_rows, copy_transposed
 from pallas_kernels.mosaic.device import DeviceSpec
 from pallas_kernels.mosaic.lanes import store_rows
 from pallas_kernels.mosaic.manual_axes import constant
@@ -68,7 +70,11 @@ _L2_BYTES = 32 * 2**20
 
 _FIELDS = ("row", "q0", "rows", "k0", "steps", "first", "last", "offset", "k_end",
            "k_total", "real", "slots")  # fmt: skip
-_PUBLISHED = (*_FIELDS, "head")
+
+
+def _fields(problem: Problem) -> tuple[str, ...]:
+    """`_FIELDS`, with the number of the sequence where each has scales of its own."""
+    return (*_FIELDS[:-1], "sequence", "slots") if problem.fp8 else _FIELDS
 
 
 def heads_together(problem: Problem) -> int:
@@ -125,7 +131,8 @@ def tile_fields(
 
 def forward_outputs(x: Inputs, with_rest: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
     """``(out, lse)``, [R, T, N, Hv] and [R, T, N]; and ``rest``, as out, if wanted."""
-    out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
+    dtype = jnp.bfloat16 if x.q.dtype.itemsize == 1 else x.q.dtype
+    out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), dtype)
     lse = jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
     return (out, lse, out) if with_rest else (out, lse)
 
@@ -157,7 +164,12 @@ def tile_table(
     cost = (seqs.k_end - seqs.k_start) * seqs.real
     tiles = tile_sequences(seqs.q_start, seqs.q_end, cost, blocks.block_q, slots + 1)
     fields = tile_fields(scores, blocks, tiles.sequences(seqs), tiles.index)
-    return tiles.table([fields[name] for name in _FIELDS[:-1]], total=True)
+    if problem.fp8:
+        xp = namespace(seqs.q_start)
+        number = xp.arange(cost.shape[0], dtype=np.int32)
+        number = number % np.int32(cost.shape[0] // problem.rows)
+        fields["sequence"] = tiles.of(xp.minimum(number, problem.max_seqs - 1))
+    return tiles.table([fields[name] for name in _fields(problem)[:-1]], total=True)
 
 
 def forward(
@@ -172,10 +184,14 @@ def forward(
     seqs = Sequences.of(x.cu_q, x.packing_of_keys, problem.queries, problem.keys)
     table = constant(tile_table(problem, scores, blocks, seqs), x.q)
     consumers, stages = blocks.consumers, blocks.stages
-    chunks, ahead = problem.chunks, query_buffers(problem)
+    chunks, width, ahead = problem.chunks, problem.width, query_buffers(problem)
+    value_chunks, *value_tile = problem.value_tiles(blocks.block_k)
     keys, values = (
-        chunked((stages,), blocks.block_k, n, problem.dtype)
-        for n in (chunks, problem.value_chunks)
+        chunked((stages,), rows, n, problem.dtype, columns)
+        for n, rows, columns in (
+            (chunks, blocks.block_k, width),
+            (value_chunks, *value_tile),
+        )
     )
     relative = tile_terms(scores, blocks)
     bias, bias_scratch = (), {}
@@ -183,23 +199,23 @@ def forward(
         bias_scratch = relative.scratch(stages, problem.dtype)
         terms = (t for t in (x.query_terms, x.key_terms) if t is not None)
         bias = jnp.asarray(relative.table()), *terms
-    extra, structure = jax.tree.flatten((x.sinks, x.slopes, bias))
+    of_products = (x.score_descale, x.v_descale) if problem.fp8 else None
+    extra, structure = jax.tree.flatten((x.sinks, x.slopes, bias, of_products))
+    v = transposed_values(x.v) if problem.fp8 else x.v
     return plgpu.kernel(
         functools.partial(_body, problem, scores, blocks, structure, len(extra)),
         out_type=forward_outputs(x, with_rest),
         scratch_types={
-            "q_smem": chunked((ahead, consumers), ROWS, chunks, problem.dtype),
+            "q_smem": chunked((ahead, consumers), ROWS, chunks, problem.dtype, width),
             "k_smem": keys,
             "v_smem": values,
-            "tile_smem": plgpu.SMEM((2, len(_PUBLISHED)), jnp.int32),
+            "tile_smem": plgpu.SMEM((2, len(_fields(problem)) + 1), jnp.int32),
             "mailbox": plgpu.SMEM((1,), jnp.int32),
             "q_full": plgpu.Barrier(
                 num_arrivals=chunks, num_barriers=ahead * consumers
             ),
             "k_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
-            "v_full": plgpu.Barrier(
-                num_arrivals=problem.value_chunks, num_barriers=stages
-            ),
+            "v_full": plgpu.Barrier(num_arrivals=value_chunks, num_barriers=stages),
             "tile_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
             "q_empty": plgpu.Barrier(num_arrivals=1, num_barriers=ahead * consumers),
             "k_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
@@ -216,7 +232,22 @@ def forward(
         ),
         kernel_name="varlen_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(table, x.q, x.k, x.v, *extra)
+    )(table, x.q, x.k, v, *extra)
+
+
+def transposed_values(v: Array) -> Array:
+    """8-bit values ``[R, S, K, Hv]``, transposed to ``[K, Hv, R, S]``.
+
+    One more pass reads and writes them once: the tensor cores cannot transpose 8-bit
+    operands. S grows to a multiple of 128.
+    """
+    if missing := -v.shape[1] % fp8_operands.TILE:
+        v = jnp.pad(v, ((0, 0), (0, missing), (0, 0), (0, 0)))
+    rows, tokens, heads, size = v.shape
+    flat = v.reshape(rows * tokens, heads * size)
+    whole = flat.shape[1] % fp8_operands.TILE == 0
+    turned = fp8_operands.transpose(flat) if whole else flat.T
+    return turned.reshape(heads, size, rows, tokens)
 
 
 _REGISTERS = {2: (24, 240), 3: (32, 160)}
@@ -226,8 +257,9 @@ A block starts with as many for each thread as the whole file holds for that num
 threads, 168 for 384 and 128 for 512, and what one gives up others may take: more would
 wait forever.
 """
-_LATENT_REGISTERS = (40, 232)
-"""The same for values of another size than keys, whose producer would spill."""
+_THREE_CHUNKS_REGISTERS = (40, 232)
+"""The same for queries and keys of three chunks, with which the producer would spill.
+"""
 
 
 def _body(
@@ -244,12 +276,13 @@ def _body(
     **scratch: Ref,
 ) -> None:
     """The kernel: one producer and some consumers."""
-    sinks, slopes, bias = structure.unflatten(refs[:num_extra])
+    sinks, slopes, bias, of_products = structure.unflatten(refs[:num_extra])
+    published = *_fields(problem), "head"
     outputs = refs[num_extra:]
     warpgroup = lax.axis_index("warpgroup")
     registers = _REGISTERS[blocks.consumers]
-    if problem.value_dim is not None:
-        registers = _LATENT_REGISTERS
+    if problem.chunks == 3:
+        registers = _THREE_CHUNKS_REGISTERS
     counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
     relative = tile_terms(scores, blocks)
 
@@ -265,7 +298,7 @@ def _body(
 
         def take(number: Scalar, ticket: Scalar) -> dict[str, Scalar]:
             """Tells the consumers which tile it is; without rows it is the end."""
-            slots = table[0, _FIELDS.index("slots")]
+            slots = table[0, published.index("slots")]
             slot, head = decode_block(ticket, slots, *together)
             slot = jnp.where(head < problem.heads, slot, slots)
             place = lax.rem(number, jnp.int32(2))
@@ -273,7 +306,7 @@ def _body(
             plgpu.barrier_wait(scratch["tile_empty"].at[place])
             copy_line(table.at[slot], line, head)
             plgpu.barrier_arrive(scratch["tile_full"].at[place])
-            fields = {name: line[i] for i, name in enumerate(_FIELDS)}
+            fields = {name: line[i] for i, name in enumerate(published[:-1])}
             return fields | {"head": head}
 
         if relative is not None:
@@ -318,8 +351,7 @@ def _body(
             place = lax.rem(number, jnp.int32(2))
             plgpu.barrier_wait(scratch["tile_full"].at[place])
             tile = {
-                name: scratch["tile_smem"][place, i]
-                for i, name in enumerate(_PUBLISHED)
+                name: scratch["tile_smem"][place, i] for i, name in enumerate(published)
             }
             plgpu.barrier_arrive(scratch["tile_empty"].at[place])
             there = tile["rows"] > 0
@@ -329,10 +361,15 @@ def _body(
                 row, head = tile["row"], tile["head"]
                 sink = None if sinks is None else sinks[row, head]
                 slope = None if slopes is None else slopes[row, head]
+                descales = None
+                if of_products is not None:
+                    kv_head = lax.div(head, jnp.int32(problem.groups))
+                    where = row, tile["sequence"], kv_head
+                    descales = of_products[0][where], of_products[1][where]
                 buffer = _query_buffer(problem, number)
                 mainloop = ForwardMainloop(
                     problem, scores, blocks, tile, warpgroup,
-                    sink, slope, scratch, buffer, steps,
+                    sink, slope, scratch, buffer, steps, descales,
                 )  # fmt: skip
                 here = row, pl.ds(tile["q0"] + warpgroup * ROWS, ROWS), head
                 rows = tile["rows"] - warpgroup * ROWS
@@ -437,7 +474,8 @@ def _load_steps(
             smem = scratch[f"{name}_smem"][1]
             plgpu.barrier_wait(scratch[f"{name}_empty"].at[stage])
             full = scratch[f"{name}_full"].at[stage]
-            copy_rows(ref, row, start, kv_head, smem.at[stage], full)
+            copy = copy_transposed if problem.fp8 and name == "v" else copy_rows
+            copy(ref, row, start, kv_head, smem.at[stage], full)
             if name == "k" and relative is not None:
                 place = row, head
                 relative.load(scratch, stage, bias, place, tile["q0"], start)

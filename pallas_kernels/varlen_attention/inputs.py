@@ -19,7 +19,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.varlen_attention.relative import RelativeBuckets
-from pallas_kernels.varlen_attention.segments import Window
+from pallas_kernels.varlen_attention.segments import (
+    Window,
+    segment_ids_from_cu_seqlens,
+)
 
 
 @jax.tree_util.register_static
@@ -49,8 +52,33 @@ class Inputs(NamedTuple):
     slopes: Float[Array, "*R N"] | None = None
     query_terms: Float[Array, "*R T N P"] | None = None
     key_terms: Float[Array, "*R S N P"] | None = None
+    score_descale: Float[Array, "*R B K"] | None = None
+    """Of 8-bit queries and keys: what their product is multiplied by."""
+    v_descale: Float[Array, "*R B K"] | None = None
     known: KnownPacking | None = None
     """The values of `cu_q` and `cu_k`, where a kernel may be built for them."""
+
+    @property
+    def fp8(self) -> bool:
+        """Whether queries, keys and values are 8-bit numbers, with scales."""
+        return self.q.dtype.itemsize == 1
+
+    def widened(self) -> "Inputs":
+        """8-bit arrays with rows as bfloat16, the scales multiplied in."""
+        if not self.fp8:
+            return self
+
+        def of_row(a: Array, bounds: Array, descale: Any) -> Array:
+            ids = segment_ids_from_cu_seqlens(bounds, a.shape[0])  # -1 past the last
+            factors = jnp.repeat(descale[ids], a.shape[1] // descale.shape[1], axis=1)
+            return (a.astype(jnp.float32) * factors[..., None]).astype(jnp.bfloat16)
+
+        widen = jax.vmap(of_row)
+        cu_q, cu_k = (jnp.asarray(cu) for cu in (self.cu_q, self.packing_of_keys))
+        q = widen(self.q, cu_q, self.score_descale)
+        v = widen(self.v, cu_k, self.v_descale)
+        wide = self._replace(q=q, k=self.k.astype(jnp.bfloat16), v=v)
+        return wide._replace(score_descale=None, v_descale=None)
 
     @property
     def packing_of_keys(self) -> Int[Array | np.ndarray, "*R bounds"]:
@@ -137,18 +165,21 @@ class Passes(typing.Protocol):
         ...
 
 
-def check_arrays(x: Inputs, widest: int, kernel: str = "the kernel") -> None:
+def check_arrays(
+    x: Inputs, widest: int, kernel: str = "the kernel", fp8: bool = False
+) -> None:
     """Refuses types, head dims and sizes that no kernel takes.
 
     Args:
         x: the arrays.
         widest: the largest head dim that the kernel takes.
         kernel: what to call it.
+        fp8: whether it takes 8-bit numbers.
 
     Raises:
         Unsupported: it does not take them.
     """
-    if x.q.dtype not in (jnp.bfloat16, jnp.float16):
+    if not (x.fp8 and fp8) and x.q.dtype not in (jnp.bfloat16, jnp.float16):
         raise Unsupported(
             f"varlen_attention: type {x.q.dtype.name}, {kernel} takes bfloat16 or"
             " float16; cast them or use implementation='xla'"
@@ -191,6 +222,42 @@ def resolve_softcap(softcap: float | None) -> float | None:
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be positive, got {softcap}; None disables it")
     return softcap
+
+
+def resolve_descales(
+    q: Array,
+    descales: dict[str, Array | np.ndarray | float | None],
+    shape: tuple[int, ...],
+) -> tuple[Array, Array] | tuple[None, None]:
+    """What the products of 8-bit queries and keys, and values, are multiplied by.
+
+    Args:
+        q: queries.
+        descales: of q, k and v, by the name of the argument.
+        shape: ``[*R, B, K]``.
+
+    Raises:
+        TypeError: there are some, but q has no 8 bits.
+        ValueError: one does not broadcast to the shape.
+    """
+    if q.dtype.itemsize > 1:
+        for name in (n for n, x in descales.items() if x is not None):
+            raise TypeError(
+                f"{name} is for q, k and v of type float8_e4m3fn, got {q.dtype}; drop "
+                "it or quantize them"
+            )
+        return None, None
+    whole = []
+    for name, x in descales.items():
+        x = jnp.asarray(1.0 if x is None else x, jnp.float32)
+        try:
+            whole.append(jnp.broadcast_to(x, shape))
+        except ValueError:
+            raise ValueError(
+                f"{name} must broadcast to one number for each sequence and key/value "
+                f"head, {list(shape)}, got shape {x.shape}"
+            ) from None
+    return whole[0] * whole[1], whole[2]
 
 
 def resolve_per_head(name: str, x: Array | None, heads: int) -> Array | None:

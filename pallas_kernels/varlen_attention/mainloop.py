@@ -18,8 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.aliases import Ref, Scalar
-from pallas_kernels.mosaic.copies import CHUNK
-from pallas_kernels.mosaic.lanes import any_of_warp, distances, keep_band
+from pallas_kernels.mosaic.lanes import (
+    any_of_warp,
+    as_fp8_operand,
+    distances,
+    keep_band,
+)
 from pallas_kernels.varlen_attention.config import (
     ROWS,
     ForwardBlocks,
@@ -40,18 +44,23 @@ FlashAttention-4. A maximum's own weight is 1 and not rounded, which tells in th
 where it is a good part of the sum; 16 bits hold weights up to the limit as well. The
 limit is computed anew only where sums are scaled: it is too low meanwhile, at most."""
 
-
-def _log2_factor(scores: Scores) -> float:
-    """The factor that turns the scores of `log2_scores` into exponents of two."""
-    return scores.scale * LOG2E if scores.plain else 1.0
+_FP8_SLACK, _FP8_OFFSET = 2.0, 6.0
+"""The same limit for weights that become E4M3, which holds 448, and what weights are
+multiplied by, as a power of two: unlike other types it has few numbers below 1."""
 
 
 def in_registers(ref: Ref, count: int) -> tuple[Any, ...]:
-    """The first chunks ``[64, 64]`` of shared memory, as left operands of matmuls."""
+    """The first chunks of 64 rows of shared memory, as left operands of matmuls."""
     return tuple(
-        plgpu.load(ref.at[chunk], layout=plgpu.Layout.WGMMA, optimized=False)
+        plgpu.load(ref.at[chunk], layout=operand_layout(ref.dtype), optimized=False)
         for chunk in range(count)
     )
+
+
+def operand_layout(dtype: jnp.dtype) -> plgpu.Layout:
+    """How lanes hold a left operand of a matmul."""
+    fp8 = jnp.dtype(dtype).itemsize == 1
+    return plgpu.Layout.WGMMA_8BIT if fp8 else plgpu.Layout.WGMMA
 
 
 def step_start(blocks: ForwardBlocks, tile: dict[str, Scalar], step: Scalar) -> Scalar:
@@ -81,11 +90,12 @@ class ForwardMainloop:
         scratch: dict[str, Ref],
         buffer: Scalar = 0,
         steps_before: Scalar = 0,
+        descales: tuple[Scalar, Scalar] | None = None,
     ) -> None:
         self.problem, self.scores, self.blocks = problem, scores, blocks
         self.tile, self.warpgroup, self.scratch = tile, warpgroup, scratch
         self.sink, self.slope, self.steps_before = sink, slope, steps_before
-        self.buffer = buffer
+        self.buffer, self.descales = buffer, descales
         self.q_barrier = buffer * blocks.consumers + warpgroup
         self.q_smem, self.k_smem, self.v_smem = (
             scratch[f"{name}_smem"][0] for name in "qkv"
@@ -94,6 +104,25 @@ class ForwardMainloop:
         self.q0 = tile["q0"] + warpgroup * ROWS
         # In few steps a branch takes longer than what it may leave out.
         self.on_demand = blocks.consumers > 1
+        self.values_behind, _, self.value_width = problem.value_tiles(blocks.block_k)
+        fp8 = problem.fp8
+        self.slack, self.offset = (_FP8_SLACK, _FP8_OFFSET) if fp8 else (_SLACK, 0.0)
+
+    @property
+    def scale(self) -> Any:
+        """The factor of the products of queries and keys."""
+        scale = self.scores.scale
+        return scale if self.descales is None else scale * self.descales[0]
+
+    @property
+    def log2_factor(self) -> Any:
+        """The factor that turns the scores of `log2_scores` into exponents of two."""
+        return self.scale * LOG2E if self.scores.plain else 1.0
+
+    def operand(self, weights: Any) -> Any:
+        """Weights in the type of the values, as the left operand of a matmul."""
+        fp8, dtype = self.problem.fp8, self.problem.dtype
+        return as_fp8_operand(weights) if fp8 else weights.astype(dtype)
 
     # --- pieces of a step -------------------------------------------------------------
 
@@ -131,17 +160,21 @@ class ForwardMainloop:
 
     def multiply_values(self, acc: Ref, weights: Any, stage: Scalar) -> None:
         """Starts ``weights @ v``, one wgmma group a chunk."""
-        for chunk in range(self.problem.value_chunks):
-            columns = acc.at[:, chunk * CHUNK : (chunk + 1) * CHUNK]
-            plgpu.wgmma(columns, weights, self.v_smem.at[stage, chunk])
+        for chunk in range(self.values_behind):
+            values = self.v_smem.at[stage, chunk]
+            part = slice(chunk * self.value_width, (chunk + 1) * self.value_width)
+            if self.problem.fp8:
+                plgpu.wgmma(acc, weights[:, part], values.transpose((1, 0)))
+            else:
+                plgpu.wgmma(acc.at[:, part], weights, values)
 
     def log2_scores(self, products: Any, step: Scalar, masked: bool) -> Any:
-        """Scores; times `_log2_factor` they are logarithms to base 2."""
+        """Scores; times `log2_factor` they are logarithms to base 2."""
         x = self.scores
         start = step_start(self.blocks, self.tile, step)
         # How far the first key lies to the right of the first query's diagonal.
         shift = start - self.q0 - self.tile["offset"]
-        scale = x.scale
+        scale = self.scale
         if (relative := tile_terms(x, self.blocks)) is not None:
             products = relative.add_step(
                 products * scale,
@@ -183,16 +216,18 @@ class ForwardMainloop:
         The state of a query is the score that weights are relative to, the limit above
         which another one takes its place, and the sum of the weights.
         """
-        factor = _log2_factor(self.scores)
+        factor = self.log2_factor
         m, limit, total = state
         highest = jnp.max(s, axis=1) * factor
         grown = highest > limit
         on_demand = self.on_demand
+        if self.offset:
+            highest = highest - self.offset
         m_new = jnp.where(grown, highest, m) if on_demand else jnp.maximum(highest, m)
         safe = m_new
         if masked:  # a query may have seen nothing yet
             safe = jnp.where(m_new == -jnp.inf, jnp.zeros_like(m_new), m_new)
-        s = s * factor if factor != 1.0 else s
+        s = s * factor if self.scores.plain else s
         p = jnp.exp2(s - lax.broadcast_in_dim(safe, self.shape, [0]))
         added = m - safe, jnp.sum(p, axis=1)
         scales = any_of_warp(grown) if on_demand else None
@@ -228,7 +263,8 @@ class ForwardMainloop:
         if not self.on_demand:
             return m
         share = jnp.log2(total) - _SHARE
-        return m + jnp.minimum(jnp.maximum(share, 0.0), _SLACK)
+        least, most = self.offset, self.offset + self.slack
+        return m + jnp.minimum(jnp.maximum(share, least), most)
 
     def spread(self, column: Any) -> Any:
         """A number a query to the shape of the sums."""
@@ -310,7 +346,7 @@ class ForwardMainloop:
             p, state, scales, added = self.softmax(s, state, masked)
             sums = plgpu.wgmma_accumulator_load(acc, wait_n=None)
             acc[...], state = self.accumulate(sums, state, scales, added)
-            p = p.astype(self.problem.dtype)
+            p = self.operand(p)
             state, p = lax.optimization_barrier((state, p))
             stage = self.wait("v", i)
             self.take_turns()
@@ -341,8 +377,7 @@ class ForwardMainloop:
             def products(scores: Any) -> Any:
                 self.multiply_keys(scores, keys)
                 self.multiply_values(acc, p, self.stage(i - 1))
-                behind = self.problem.value_chunks
-                return plgpu.wgmma_accumulator_load(scores, wait_n=behind)
+                return plgpu.wgmma_accumulator_load(scores, wait_n=self.values_behind)
 
             s = pl.run_scoped(
                 products, plgpu.WGMMAAccumulatorRef(self.shape, jnp.float32)
@@ -361,7 +396,7 @@ class ForwardMainloop:
             p, state, added = lax.optimization_barrier((p, state, added))
             self.release("v", i - 1)
             acc[...], state = self.accumulate(sums, state, scales, added)
-            return state, p.astype(self.problem.dtype)
+            return state, self.operand(p)
 
         def first_step(_: Any, carry: Any, masked: bool) -> Any:
             state, _ = carry
@@ -380,7 +415,7 @@ class ForwardMainloop:
             s = self.log2_scores(s, jnp.int32(0), masked)
             p, (m, _, _), _, (_, total) = self.softmax(s, state, masked)
             self.wait("v", 0)
-            return (m, self.limit(m, total), total), p.astype(self.problem.dtype)
+            return (m, self.limit(m, total), total), self.operand(p)
 
         def last_values(_: Any, p: Any) -> Any:
             self.multiply_values(acc, p, self.stage(steps - 1))
@@ -390,9 +425,8 @@ class ForwardMainloop:
 
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 1)(self.take_turns)
-        p = plgpu.layout_cast(
-            jnp.zeros(self.shape, self.problem.dtype), plgpu.Layout.WGMMA
-        )
+        dtype = self.problem.dtype
+        p = plgpu.layout_cast(jnp.zeros(self.shape, dtype), operand_layout(dtype))
         # Loops of at most one trip, because tiles without keys exist.
         once = jnp.minimum(steps, 1)
         clear = jnp.where(self.tile["first"] == 0, jnp.minimum(self.tile["last"], 1), 0)
@@ -420,5 +454,7 @@ class ForwardMainloop:
             m = m_new
         seen = total > 0
         inverse = jnp.where(seen, 1.0 / jnp.where(seen, total, zero + 1.0), zero)
+        if self.descales is not None:
+            inverse = inverse * self.descales[1]
         log_sum = jnp.where(seen, (m + jnp.log2(total)) * _LN2, minus_inf)
         return sums * self.spread(inverse), log_sum

@@ -116,10 +116,14 @@ class BackwardMainloop:
         return self.warpgroup * self.shape[1] if self.blocks.shared else 0
 
     @property
+    def sharing(self) -> int:
+        """Warpgroups that share keys, and with them queries and columns."""
+        return BACKWARD_CONSUMERS if self.blocks.shared else 1
+
+    @property
     def shape(self) -> tuple[int, int]:
         """The shape of this warpgroup's scores of a step, keys by queries."""
-        sharing = BACKWARD_CONSUMERS if self.blocks.shared else 1
-        return ROWS, self.blocks.block_q // sharing
+        return ROWS, self.blocks.block_q // self.sharing
 
     @property
     def queries(self) -> Any:
@@ -128,8 +132,7 @@ class BackwardMainloop:
 
     def sums_shape(self, chunks: int) -> tuple[int, int]:
         """The shape of its sums of dk or dv, which have so many chunks of columns."""
-        sharing = BACKWARD_CONSUMERS if self.blocks.shared else 1
-        return ROWS, chunks // sharing * CHUNK
+        return ROWS, chunks // self.sharing * CHUNK
 
     def first_chunk(self, sums: Any) -> Any:
         """The first chunk of columns of such sums."""
@@ -157,11 +160,13 @@ class BackwardMainloop:
         """Writes its part of dk or dv of the tile to ``[S, H]``."""
         offset = self.key_offset
         start, stop = self.read("k_first") - offset, self.read("k_stop") - offset
-        here = ref.at[
-            pl.ds(self.read("k_base") + offset, ROWS),
-            pl.ds(self.first_chunk(values) * CHUNK, values.shape[1]),
-        ]
-        store_rows(here, values.astype(self.problem.dtype), start, stop)
+        rows = pl.ds(self.read("k_base") + offset, ROWS)
+        first, values = self.first_chunk(values) * CHUNK, values.astype(ref.dtype)
+        if ref.shape[1] == values.shape[1] * self.sharing:
+            columns = pl.ds(first, values.shape[1])
+            store_rows(ref.at[rows, columns], values, start, stop)
+        else:
+            store_rows(ref.at[rows], values, start, stop, first)
 
     def _loop(self, slope_ref: Ref, dk: Ref, dv: Ref) -> tuple[Any, Any]:
         first, last = self.read("first"), self.read("last")

@@ -25,6 +25,7 @@ from pallas_kernels.mosaic import (
     check_smem,
     varying,
 )
+from pallas_kernels.mosaic.copies import CHUNK
 from pallas_kernels.partition import check_local
 from pallas_kernels.varlen_attention import xla
 from pallas_kernels.varlen_attention.backward import backward
@@ -36,6 +37,7 @@ from pallas_kernels.varlen_attention.backward_short import backward_short
 from pallas_kernels.varlen_attention.batching import LARGEST_INT, batched
 from pallas_kernels.varlen_attention.config import (
     BACKWARD_TILES,
+    FORWARD_DIMS,
     HEAD_DIMS,
     LATENT_DIMS,
     LATENT_GRADIENT_DIMS,
@@ -66,14 +68,16 @@ def varlen_attention_mosaic_gpu(
 ) -> Passes:
     """The passes by the Hopper kernels, if they can serve the inputs.
 
-    Head dims other than 64, 128 and 256 are padded with zeros to the next of them, but
-    up to 192 with values of up to 128 to these (`LATENT_DIMS`), and to 256 and 128 in
-    the backward pass. The gradient with a relative bias is that of the portable
-    implementation where there is no kernel for it (`_Kernels.has_backward`).
+    Head dims other than 64, 96, 128 and 256 run as the next of them, but up to 192 with
+    values of up to 128 as these (`LATENT_DIMS`). Gradients, ALiBi and 8 bits take 128
+    for 96, and gradients 256 and 128 for the latter. The columns that are missing are
+    zeros in shared memory; only in 8 bits, with a relative bias and up to 64 arrays are
+    padded. The gradient with a relative bias is that of the portable implementation
+    where there is no kernel for it (`_Kernels.has_backward`).
     """
     device = check_hopper(device, "varlen_attention")
     check_local("varlen_attention", x.q, x.k, x.v)
-    check_arrays(x, HEAD_DIMS[-1])
+    check_arrays(x, HEAD_DIMS[-1], fp8=True)
     if config is not None and not isinstance(config, MosaicGpuConfig):
         raise Unsupported(
             f"mosaic_gpu varlen_attention takes a MosaicGpuConfig, got {config!r}; pass"
@@ -88,12 +92,13 @@ def varlen_attention_mosaic_gpu(
             )
     kernels = _Kernels(scores, config or MosaicGpuConfig(), device)
     # Raised here, where another implementation may still be chosen.
-    problem = _problem(jax.eval_shape(kernels.forward_rows, x))
+    problem = _problem(x, kernels.forward_dims(x))
     kernels.forward_blocks(dataclasses.replace(problem, rows=1))
     return kernels
 
 
-def _problem(x: Inputs) -> Problem:
+def _problem(x: Inputs, head_dims: tuple[int, int]) -> Problem:
+    head_dim, value_dim = head_dims
     for name, a in (("q", x.q), ("k", x.k)):
         if (size := math.prod(a.shape[1:])) > LARGEST_INT:
             raise Unsupported(
@@ -107,9 +112,9 @@ def _problem(x: Inputs) -> Problem:
         max_seqs=x.cu_q.shape[1] - 1,
         heads=x.q.shape[2],
         kv_heads=x.k.shape[2],
-        head_dim=x.q.shape[3],
+        head_dim=head_dim,
         dtype=x.q.dtype,
-        value_dim=None if x.v.shape[3] == x.q.shape[3] else x.v.shape[3],
+        value_dim=None if value_dim == head_dim else value_dim,
     )
 
 
@@ -124,33 +129,41 @@ class _Kernels:
     config: MosaicGpuConfig
     device: DeviceSpec
 
-    def forward_rows(self, x: Inputs) -> Inputs:
-        """The arrays that the forward kernel reads."""
-        latent = self.is_latent(x) and self.config.forward is None
-        return _by_row(x, LATENT_DIMS if latent else None)
+    def forward_dims(self, x: Inputs) -> tuple[int, int]:
+        """Head dims of queries and keys and of values in the forward kernel."""
+        if self.is_latent(x) and self.config.forward is None:
+            return LATENT_DIMS
+        # With slopes, heads of 96 would take more registers than there are.
+        own = not (x.fp8 or self.scores.alibi or self.scores.relative)
+        return _next_of(FORWARD_DIMS if own else HEAD_DIMS, x)
 
-    def backward_rows(self, x: Inputs) -> Inputs:
-        """The arrays that the backward kernel reads."""
-        return _by_row(x, LATENT_GRADIENT_DIMS if self.is_latent(x) else None)
+    def backward_dims(self, x: Inputs) -> tuple[int, int]:
+        """The same in the backward kernel."""
+        return LATENT_GRADIENT_DIMS if self.is_latent(x) else _next_of(HEAD_DIMS, x)
 
     def is_latent(self, x: Inputs) -> bool:
         """Whether heads have the sizes of multi-head latent attention."""
         most, most_values = LATENT_DIMS
         fits = most_values < x.q.shape[3] <= most and x.v.shape[3] <= most_values
-        return fits and self.scores.relative is None
+        return fits and not x.fp8 and self.scores.relative is None
 
     def forward(self, x: Inputs, with_rest: bool) -> tuple[Array, Array, Array | None]:
         """``(out, lse, rest)``."""
-        by_row = self.forward_rows(x)
+        head_dims = self.forward_dims(x)
+        by_row = _by_row(x, head_dims)
         axes = varying(*jax.tree.leaves(by_row))
-        results = batched(functools.partial(self._forward, with_rest))(by_row)
+        results = batched(functools.partial(self._forward, head_dims, with_rest))(
+            by_row
+        )
         out, lse, *rest = (as_varying(a, axes) for a in results)
         out, *rest = (a[..., : x.v.shape[3]] for a in (out, *rest))  # [R, T, N, Hv]
         return out, lse, rest[0] if with_rest else None
 
-    def _forward(self, with_rest: bool, x: Inputs) -> tuple[Array, ...]:
+    def _forward(
+        self, head_dims: tuple[int, int], with_rest: bool, x: Inputs
+    ) -> tuple[Array, ...]:
         x = x.with_known()
-        problem = _problem(x)
+        problem = _problem(x, head_dims)
         blocks = self.forward_blocks(problem)
         if blocks.consumers == 1:
             return forward_short(problem, self.scores, blocks, x, with_rest)
@@ -158,13 +171,15 @@ class _Kernels:
 
     def backward(self, x: Inputs, dout: Array, lse: Array, delta: Array) -> Inputs:
         """The gradients."""
-        by_row = self.backward_rows(x._replace(sinks=None))
-        if not self.has_backward(_problem(by_row)):
+        head_dims = self.backward_dims(x)
+        by_row = _by_row(x._replace(sinks=None), head_dims)
+        if not self.has_backward(_problem(by_row, head_dims)):
             portable = xla.default_passes(self.scores, x, self.device)
             return portable.backward(x, dout, lse, delta)
         dout = _pad(dout, by_row.v.shape[3])
         axes = varying(*jax.tree.leaves((by_row, dout)))
-        grads = batched(self._backward)(by_row, dout, lse, delta)
+        run = functools.partial(self._backward, head_dims)
+        grads = batched(run)(by_row, dout, lse, delta)
         dq, dk, dv, *more = (as_varying(a, axes) for a in grads)
         dq, dk = (a[..., : x.q.shape[3]] for a in (dq, dk))  # [R, T or S, N or K, H]
         dv = dv[..., : x.v.shape[3]]  # [R, S, K, Hv]
@@ -180,10 +195,15 @@ class _Kernels:
         return grads._replace(**entries)
 
     def _backward(
-        self, x: Inputs, dout: Array, lse: Array, delta: Array
+        self,
+        head_dims: tuple[int, int],
+        x: Inputs,
+        dout: Array,
+        lse: Array,
+        delta: Array,
     ) -> tuple[Array, ...]:
         x = x.with_known()
-        problem = _problem(x)
+        problem = _problem(x, head_dims)
         blocks = self.backward_blocks(problem)
         if blocks.consumers == 1:
             run = backward_short if self.scores.relative is None else backward_relative
@@ -201,6 +221,11 @@ class _Kernels:
         if self.scores.relative is not None and self.config.forward is None:
             blocks = ForwardBlocks(block_k=64)  # the terms take more room than the keys
         most = MOST_SHORT_SEQUENCES
+        if problem.fp8 and (self.scores.relative or blocks.consumers == 1):
+            raise Unsupported(
+                "varlen_attention: 8-bit operands take no relative bias and "
+                f"consumers=2 or 3, got consumers={blocks.consumers}; use bfloat16"
+            )
         if blocks.consumers == 1 and (self.scores.relative or problem.max_seqs > most):
             raise Unsupported(
                 "varlen_attention: consumers=1 takes no relative bias and at most "
@@ -262,28 +287,35 @@ class _Kernels:
         return blocks
 
 
-def _by_row(x: Inputs, head_dims: tuple[int, int] | None = None) -> Inputs:
-    """The arrays that kernels read: padded heads, numbers by row, lines of terms.
+def _next_of(head_dims: tuple[int, ...], x: Inputs) -> tuple[int, int]:
+    """The least head dim that has room for keys and values, for both."""
+    size = min(n for n in head_dims if n >= max(x.q.shape[3], x.v.shape[3]))
+    return size, size
+
+
+def _by_row(x: Inputs, head_dims: tuple[int, int]) -> Inputs:
+    """The arrays that kernels read: lines of heads, numbers by row, lines of terms.
 
     Args:
         x: the inputs of the call.
-        head_dims: what to pad queries and keys, and values, to; None: to one that is
-            among `HEAD_DIMS`.
+        head_dims: those of the kernel, of queries and keys, and of values.
     """
-    if head_dims is None:
-        widest = max(x.q.shape[3], x.v.shape[3])
-        size = min(n for n in HEAD_DIMS if n >= widest)
-        head_dims = size, size
-    head_dim, value_dim = head_dims
+    # What the copy engine reads past a row is zero: the kernels of tiles need no more
+    # than lines of 16 bytes, and a chunk.
+    whole = x.fp8 or head_dims[0] == CHUNK or x.query_terms is not None
+    whole |= x.key_terms is not None
+
+    def padded(a: Array, head_dim: int) -> Array:
+        return _pad(a, head_dim if whole else max(-(-a.shape[3] // 8) * 8, CHUNK))
 
     def lines(a: Array | None) -> Array | None:
         # The copy engine moves whole lines of 16 bytes.
         return None if a is None else _pad(a, -(-a.shape[-1] // 8) * 8)
 
     return x.numbers_by_row()._replace(
-        q=_pad(x.q, head_dim),
-        k=_pad(x.k, head_dim),
-        v=_pad(x.v, value_dim),
+        q=padded(x.q, head_dims[0]),
+        k=padded(x.k, head_dims[0]),
+        v=padded(x.v, head_dims[1]),
         query_terms=lines(x.query_terms),
         key_terms=lines(x.key_terms),
     )

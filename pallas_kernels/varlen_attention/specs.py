@@ -355,6 +355,18 @@ def _features() -> list[VarlenSpec]:
             value_dim=128,
             causal=True,
         ),
+        *(
+            _spec(
+                name,
+                "documents",
+                documents(8, 8192),
+                num_heads=32,
+                num_kv_heads=32,
+                head_dim=head_dim,
+                causal=True,
+            )
+            for name, head_dim in (("phi_3_mini", 96), ("phi_2", 80))
+        ),
         _spec(
             "falcon_7b_multi_query",
             "documents",

@@ -107,6 +107,7 @@ class _Loops:
 
     def forward(self, x: Inputs, with_rest: bool) -> tuple[Array, Array, Array | None]:
         """``(out, lse, rest)``."""
+        x = x.widened()
         exact, lse = jax.vmap(functools.partial(_forward, self), (_axes(x),))(x)
         if exact.dtype == x.q.dtype:
             return exact, lse, None

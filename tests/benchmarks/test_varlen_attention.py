@@ -123,6 +123,7 @@ def test_forms_refuse_what_they_lack(name, monkeypatch):
             "mpt_7b_alibi": {
                 *("cudnn_packed", "jax_sample", "torch_varlen", "torch_sdpa"),
                 *("flash_attn_3", "flash_attn_4", "flash_attn_4_deterministic"),
+                "fp8_flash_attn_3",
                 "mosaic_gpu_static",
             },
         }[name]
@@ -173,6 +174,26 @@ def test_whole_rows_are_a_batch_for_flash_attention(monkeypatch):
             assert form.layout.padded == padded and len(form.extra) == extra
     with pytest.raises(NotImplementedError, match="no gradients"):
         torch_attention.flash_attn_3(benchmark.BY_NAME["bert_base_b16_l512"], True)
+
+
+def test_operands_of_8_bits_have_scales_of_sequences_and_heads(monkeypatch):
+    monkeypatch.setattr(torch_attention, "_load_flash_attn_3", lambda: "1")
+    spec = benchmark.BY_NAME["dense_d128_l4096_causal"]
+    spec = dataclasses.replace(spec, lengths_q=(16,) * 3, lengths_k=(16,) * 3)
+    x = jnp.ones((48, spec.num_heads, 128), jnp.bfloat16)
+    ours = benchmark.FORMS["fp8_mosaic_gpu"](spec, False)
+    theirs = benchmark.FORMS["fp8_flash_attn_3"](spec, False)
+    q, _, _, *scales, cu_q, _ = ours.lay(spec, False, x, x, x, x)
+    assert q.dtype == jnp.float8_e4m3fn and cu_q.shape == (4,)
+    bytes_of_q, _, _, *same = theirs.lay(spec, False, x, x, x, x)
+    assert bytes_of_q.shape == (3, 16, spec.num_heads, 128)
+    np.testing.assert_array_equal(bytes_of_q.reshape(-1), q.view("uint8").reshape(-1))
+    for a, b in zip(scales, same, strict=True):
+        assert a.shape == (3, spec.num_kv_heads)
+        np.testing.assert_array_equal(a, b)
+    for form in ("fp8_mosaic_gpu", "fp8_flash_attn_3"):
+        with pytest.raises(NotImplementedError, match="no gradients"):
+            benchmark.FORMS[form](spec, True)
 
 
 def test_what_does_not_fit_is_said():

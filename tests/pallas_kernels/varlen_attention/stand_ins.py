@@ -1,7 +1,9 @@
 """What the interpreter runs in place of the kernels' own instructions."""
 
+import jax.numpy as jnp
 import numpy as np
 
+import tests.pallas_kernels.fp8_operands.stand_ins  # noqa: F401  registers them
 from tests.interpreter import register_inline
 
 
@@ -10,13 +12,16 @@ def _rows(first, stop, size):
     return slice(first, min(max(first, int(stop)), size))
 
 
-def _store_some_rows(ref, values, first, stop):
+def _store_some_rows(ref, values, first, stop, *column):
+    place = _stored_part(ref, values, first, stop, *column)
+    ref[place] = values[place[0], : ref[place].shape[1]] if column else values[place]
+
+
+def _stored_part(ref, values, first, stop, column=None):
     rows = _rows(first, stop, len(ref))
-    ref[rows] = values[rows]
-
-
-def _stored_part(ref, values, first, stop):
-    return (_rows(first, stop, len(ref)),)
+    if column is None:
+        return (rows,)
+    return rows, slice(int(column), min(int(column) + values.shape[1], ref.shape[1]))
 
 
 def _load_some_rows(ref, first, stop, closure):
@@ -135,3 +140,7 @@ register_inline("add_shared_row", _add_shared_row)
 register_inline("vote_of_warp", np.any)
 register_inline("read_one_number", _read_one_number)
 register_inline("copy_one_line", _copy_one_line, writes=(1,))
+register_inline(
+    "round_to_operand",
+    lambda values: np.clip(values, -448, 448).astype(jnp.float8_e4m3fn),
+)

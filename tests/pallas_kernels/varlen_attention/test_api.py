@@ -300,7 +300,7 @@ X = jnp.zeros((TOKENS, 2, 8))
         (
             {"v": X.astype(jnp.float16)},
             TypeError,
-            r"one type of float32, bfloat16, float16, got float32, float32, float16",
+            r"one type of .*, float8_e4m3fn, got float32, float32, float16",
         ),
         ({"sinks": jnp.ones(2)}, ValueError, r"sinks .* N=4 query heads, got .*\(2,\)"),
         (

@@ -167,6 +167,13 @@ def test_heads_of_latent_attention(head_dim, value_dim, feature, lengths):
     check(*LENGTHS[lengths], head_dim, *FEATURES[feature], value_dim=value_dim)
 
 
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("head_dim", [96, 80])
+def test_heads_that_are_not_padded_to_128(head_dim, feature, lengths):
+    check(*LENGTHS[lengths], head_dim, *FEATURES[feature])
+
+
 @pytest.mark.parametrize(
     "blocks",
     [
