@@ -5,6 +5,9 @@ seconds of Python. A server has dozens of programs with the same few kernels. Wi
 `keep_modules` the module of a kernel is kept under all that it is made from: the traced
 kernel, its shapes, its grid, its parameters and the settings of JAX. What cannot be
 compared by its value makes a key that no other kernel has.
+
+JAX has no public place for this. So this file alone imports private modules of JAX; the
+project's metadata bounds the versions.
 """
 
 import contextlib

@@ -137,7 +137,7 @@ class Engine:
         """Called once when the engine has stopped, with the error if it failed."""
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._flying: collections.deque[_Flight] = collections.deque()
-        self._clients: dict[str, OutputProcessor] = {}
+        self._processors: dict[str, OutputProcessor] = {}
         self._changed: dict[str, OutputProcessor] = {}
         self._counted: dict[Sequence, int] = {}
         self._uncounted = list(range(runner.config.num_slots))
@@ -218,8 +218,8 @@ class Engine:
         """
 
         def command() -> None:
-            client = self._clients.get(request_id)
-            if client is not None and sink in (None, client.sink):
+            processor = self._processors.get(request_id)
+            if processor is not None and sink in (None, processor.sink):
                 self.scheduler.abort(request_id, now=self.clock())
 
         with contextlib.suppress(EngineDead):
@@ -238,7 +238,7 @@ class Engine:
             self._closing = True
 
         def give_up() -> None:
-            for request_id in list(self._clients):
+            for request_id in list(self._processors):
                 self.scheduler.abort(request_id, now=self.clock())
 
         with contextlib.suppress(EngineDead):
@@ -325,10 +325,10 @@ class Engine:
             if self.error is not None:
                 return
             self.error = error or RuntimeError("it was closed")
-        clients, self._clients = self._clients, {}
-        for client in clients.values():
+        processors, self._processors = self._processors, {}
+        for processor in processors.values():
             with contextlib.suppress(Exception):
-                client.sink(self._dead())
+                processor.sink(self._dead())
         with contextlib.suppress(queue.Empty):
             while True:
                 # Callers that wait for an answer get the error.
@@ -409,7 +409,7 @@ class Engine:
             )
         if params.prompt_logprobs is not None and not self.runner.table.scores_prompts:
             raise Overloaded("prompt log-probabilities are being compiled", 10)
-        if request.id in self._clients:
+        if request.id in self._processors:
             # An aborted request may not have been notified yet.
             self._take_events()
             self._give_out()
@@ -417,9 +417,9 @@ class Engine:
         self._pace.arrived(now)
         request = dataclasses.replace(request, arrival=now)
         rules = TokenRules.of(params, self.scheduler.config.vocab_size)
-        client = OutputProcessor(request, sink, self.tokenizer, matcher, rules)
+        processor = OutputProcessor(request, sink, self.tokenizer, matcher, rules)
         self.scheduler.add(request, now=now)
-        self._clients[request.id] = client
+        self._processors[request.id] = processor
 
     # To the device.
 
@@ -471,15 +471,15 @@ class Engine:
         scored = any(self._scored(chunk.sequence) for chunk in plan.prefill)
         return targets if scored else None
 
-    def _client(self, c: Sequence) -> OutputProcessor | None:
-        """The client of a sequence, and not of another request with the same id."""
-        client = self._clients.get(c.request.id)
-        return client if client is not None and client.request is c.request else None
+    def _processor(self, c: Sequence) -> OutputProcessor | None:
+        """That of a sequence, and not of another request with the same id."""
+        found = self._processors.get(c.request.id)
+        return found if found is not None and found.request is c.request else None
 
     def _scored(self, c: Sequence) -> OutputProcessor | None:
-        """The client of a sequence whose prompt log-probabilities are still missing."""
-        client = self._client(c)
-        return client if client is not None and client.wants_scores(c) else None
+        """That of a sequence whose prompt log-probabilities are still missing."""
+        found = self._processor(c)
+        return found if found is not None and found.wants_scores(c) else None
 
     def _inputs(self, rows: abc.Sequence[Sequence | None]) -> SampleInputs:
         """The sampler's inputs for each row."""
@@ -491,7 +491,9 @@ class Engine:
         live = [
             (i, c) for i, c in enumerate(rows) if c and c.state is SequenceStatus.DECODE
         ]
-        waiting = [(i, c, client) for i, c in live if (client := self._client(c))]
+        waiting = [
+            (i, c, processor) for i, c in live if (processor := self._processor(c))
+        ]
         vocab = self.runner.model_config.vocab_size
         return SampleInputs(
             counted=[None if c is None else self._counted.get(c) for c in rows],
@@ -546,13 +548,13 @@ class Engine:
             self._take_scores(plan, scores)
         top = None if decode is None else decode[:, :, 0, 3:]
         results = {"prefill": _drawn(prefill), "decode": _drawn(decode)}
-        changed, clients = self._changed, self._clients
+        changed, processors = self._changed, self._processors
         for progress in self.scheduler.update(plan, **results, now=self.clock()):
             c = progress.sequence
-            client = clients.get(c.request.id)
-            if client is not None and client.request is c.request:
-                verdict = client.take(progress, top)
-                changed[c.request.id] = client
+            processor = processors.get(c.request.id)
+            if processor is not None and processor.request is c.request:
+                verdict = processor.take(progress, top)
+                changed[c.request.id] = processor
                 if verdict is not None:
                     self.scheduler.finish(c, verdict, now=self.clock())
         self._take_events()
@@ -562,22 +564,22 @@ class Engine:
         at = 0
         for chunk in plan.prefill:
             rows = scores[at : (at := at + len(chunk.tokens))]
-            client = self._scored(chunk.sequence)
-            if client is not None:
-                client.take_scores(chunk, rows)
-                self._changed[client.request.id] = client
+            processor = self._scored(chunk.sequence)
+            if processor is not None:
+                processor.take_scores(chunk, rows)
+                self._changed[processor.request.id] = processor
 
     def _take_events(self) -> None:
         for event in self.scheduler.take_events():
             c = event.sequence
-            client = self._client(c)
-            if event.kind == "admitted" and client is not None and c.index == 0:
-                client.cached_tokens = event.cached_tokens
+            processor = self._processor(c)
+            if event.kind == "admitted" and processor is not None and c.index == 0:
+                processor.cached_tokens = event.cached_tokens
             if event.kind in ("preempted", "ended") and c in self._counted:
                 self._uncounted.append(self._counted.pop(c))
-            if event.kind == "ended" and client is not None:
-                client.end(c, event.finish)
-                self._changed[client.request.id] = client
+            if event.kind == "ended" and processor is not None:
+                processor.end(c, event.finish)
+                self._changed[processor.request.id] = processor
             for observe in self.observers:
                 observe(event)
 
@@ -585,14 +587,14 @@ class Engine:
         """Send the new outputs to the clients."""
         self._phase("answer")
         changed, self._changed = self._changed, {}
-        for client in changed.values():
-            outputs = client.outputs()
-            if not client.remaining:
-                self._clients.pop(client.request.id, None)
+        for processor in changed.values():
+            outputs = processor.outputs()
+            if not processor.remaining:
+                self._processors.pop(processor.request.id, None)
             try:
-                client.sink(outputs)
+                processor.sink(outputs)
             except Exception:  # a failing client must not stop the engine
-                self.scheduler.abort(client.request.id, now=self.clock())
+                self.scheduler.abort(processor.request.id, now=self.clock())
         if changed:
             for call in self.after_tick:
                 call()
