@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,7 @@ IDLE_SHARE: float = 6
 cool and its clock high."""
 
 
+@runtime_checkable
 class Tunable(Protocol):
     """Interface of a module ``pallas_kernels.<op>.tunable``, for the tuner.
 

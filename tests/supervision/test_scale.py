@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import resource
 import time
 
 import pytest
@@ -116,9 +117,8 @@ def test_slow_ranks_of_many_are_looked_for_less_often(tmp_path, monkeypatch):
 
 def test_too_few_open_files_are_raised_or_said(monkeypatch):
     allowed = [[1024, 4096]]
-    module = limits.resource
-    monkeypatch.setattr(module, "getrlimit", lambda which: allowed[-1])
-    monkeypatch.setattr(module, "setrlimit", lambda which, new: allowed.append(new))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: allowed[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, new: allowed.append(new))
     limits.allow_connections(512)
     assert len(allowed) == 1
     limits.allow_connections(3000)
