@@ -142,14 +142,14 @@ class Soak:
     def _wait(self):
         """Until the engine has heard that the last clients have left."""
         end = time.monotonic() + 120
-        while not self.engine.idle or self.engine._clients:
+        while not self.engine.idle or self.engine._processors:
             assert time.monotonic() < end, "requests are left"
             time.sleep(0.002)
         asked = self.engine.admit(
             Request(prompt=[1], params=SamplingParams(max_tokens=0)), lambda news: None
         )
         asked.result(timeout=120)  # whatever came before has been done
-        while not self.engine.idle or self.engine._clients:
+        while not self.engine.idle or self.engine._processors:
             time.sleep(0.002)
 
     def _check(self):

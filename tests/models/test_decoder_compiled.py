@@ -251,7 +251,7 @@ def of_layers(devices, quantization):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("quantization", [None, *exhaustive("fp8")])
 def test_layers_read_their_weights_in_the_stack(quantization):
     """No part of a stack is copied, and no stack is converted as a whole."""
     found = compile_for_h200(of_layers, quantization)

@@ -14,6 +14,7 @@ from jaxscale.models import Decoder, preset
 from jaxscale.models.serving import prepare
 from jaxscale.models.stack import unstacked
 from tests.compiled import compile_for_h200
+from tests.tiers import exhaustive
 
 
 pytestmark = pytest.mark.skipif(
@@ -57,7 +58,9 @@ def launches(found):
     return [line for line in found.thunks if line.startswith(" ")]
 
 
-@pytest.mark.parametrize(("tokens", "sparsity"), [(1, 0.75), (32, 0.75), (1, 0.9)])
+@pytest.mark.parametrize(
+    ("tokens", "sparsity"), [(1, 0.75), *exhaustive((32, 0.75), (1, 0.9))]
+)
 def test_gate_and_up_are_one_kernel(tokens, sparsity):
     apart, together = (
         compile_for_h200(mlp_program, tokens, sparsity, joined)

@@ -327,7 +327,7 @@ def test_abort_in_any_state(llama, steps):
         assert run.result(name)[2] in ("aborted", "length")
     for name in ("1", "2", "4"):
         run.check(name, PROMPTS["long"])
-    assert not run.engine._clients and not run.engine._counted
+    assert not run.engine._processors and not run.engine._counted
 
 
 def test_the_id_of_an_aborted_request_is_free_at_once(llama):

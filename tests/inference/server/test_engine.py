@@ -261,7 +261,7 @@ def test_ten_times_too_much(harness, llama):
         with in_step(engine):
             await flood(client, body)
             await settle(lambda: at_rest(model))
-        assert not engine._clients and harness.service.active == 0
+        assert not engine._processors and harness.service.active == 0
 
     async def flood(client, body):
         admitted = [asyncio.create_task(client.post(PATH, json=body)) for _ in range(4)]
