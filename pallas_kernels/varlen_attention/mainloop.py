@@ -18,12 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.aliases import Ref, Scalar
-from pallas_kernels.mosaic.lanes import (
-    any_of_warp,
-    as_fp8_operand,
-    distances,
-    keep_band,
-)
+from pallas_kernels.mosaic.fp8_fragments import as_fp8_operand
+from pallas_kernels.mosaic.lanes import any_of_warp, distances, keep_band
 from pallas_kernels.varlen_attention.config import (
     ROWS,
     ForwardBlocks,
