@@ -149,27 +149,38 @@ def test_llama_by_slurm_and_by_jobset(job, monkeypatch):
     assert losses(directories["/runs"] / "llama") == pytest.approx(expected, rel=1e-5)
     # One process of all devices has the same losses, and goes on where two ended.
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
-    start("python", *script, "--output-dir=alone")
-    assert losses("alone") == pytest.approx(expected, rel=1e-5)
-    for directory in ("alone", "slurm"):
-        longer = ["--steps=4", "--optimizer.schedule-steps=3"]
-        log = start("python", *script, *longer, f"--output-dir={directory}")
-        assert "step 4 of 4, 1 processes" in log
+    longer = ["--steps=4", "--optimizer.schedule-steps=3"]
+    start("python", *script, *longer, "--output-dir=alone")
+    assert losses("alone")[:3] == pytest.approx(expected, rel=1e-5)
+    log = start("python", *script, *longer, "--output-dir=slurm")
+    assert "step 4 of 4, 1 processes" in log
     assert losses("slurm") == pytest.approx(losses("alone"), rel=1e-5)
     assert len(losses("slurm")) == 4
 
 
 @pytest.mark.slow
-def test_bert_by_open_mpi_and_by_ssh(job):
+def test_bert_by_open_mpi(job):
     script = ["pretrain_bert.py", "--preset=bert_tiny", *OPTIONS]
     script += ["--data.max-sequences=8", "--mesh.data=2"]
     log = start("bash", "open_mpi.sh", HOSTS, *script, "--output-dir=mpi")
     assert "step 3 of 3, 2 processes (open_mpi), 4 devices" in log
-    log = start("bash", "ssh.sh", HOSTS, *script, "--output-dir=by ssh")
-    assert "step 3 of 3, 2 processes (environment), 4 devices" in log
-    expected = losses("mpi")
-    assert len(expected) == 3
-    assert losses("by ssh") == pytest.approx(expected, rel=1e-5)
+    assert len(losses("mpi")) == 3
+
+
+def test_processes_by_ssh_meet(job):
+    """They know each other's devices, and have their arguments as they were."""
+    (job / "meet.py").write_text(
+        "import sys\n"
+        "import jax\n"
+        "from jaxscale.sharding import initialize\n"
+        "me = initialize()\n"
+        "who = f'{me.process_id} of {me.num_processes} ({me.launcher})'\n"
+        "sys.stdout.write(f'{who}, {jax.device_count()} devices, {sys.argv[1:]}\\n')\n"
+    )
+    log = start("bash", "ssh.sh", HOSTS, "meet.py", "--output-dir=by ssh")
+    for rank in range(2):
+        said = f"{rank} of 2 (environment), 4 devices, ['--output-dir=by ssh']"
+        assert said in log, log
 
 
 def pods_of(job, *options):
