@@ -132,7 +132,7 @@ def test_drafts_copy_nothing_either(count):
     ],
 )
 def test_weights_of_8_bits_are_read_as_they_are(weights, key, count, sums):
-    """The first is the program of `test_sums_without_a_barrier_stay_in_their_memory`."""
+    """The first one is compiled for sums without a barrier, too."""
     slots = 128 if key[1] == 128 else 32
     arguments = "llama3_8b", 512, key, False, slots, weights, sums
     found = compile_for_h200(program, *arguments, count=count)
