@@ -11,7 +11,9 @@ down: a commit that changes kernels on purpose holds their new hashes and says s
 
 Nothing is traced for an op whose code is the one that `manifest.json` was written for:
 it holds a digest of all syntax that an op is made of. The digest changes with the code,
-not with comments and docstrings, and a stale one costs time and hides nothing.
+not with comments and docstrings, and a stale one costs time and hides nothing. Before
+``--write`` writes another digest, it compiles the cases of `tests.registers` and
+refuses kernels that spill, so that equal code need not be compiled again.
 """
 
 import argparse
@@ -463,6 +465,11 @@ def digest(op: str) -> str:
     return kernel_code.digest(sorted([Path(__file__), *kernel_code.sources(op)]))
 
 
+def is_written(op: str, manifest: Mapping[str, Any]) -> bool:
+    """Whether the code of an op is the one that was compiled and written down."""
+    return manifest["jax"] == jax.__version__ and manifest["code"][op] == digest(op)
+
+
 # --- The file -------------------------------------------------------------------------
 
 
@@ -487,6 +494,11 @@ def compare(op: str, manifest: dict[str, Any], *, write: bool) -> int:
     for name in written.keys() - current.keys():
         print(f"{op} {name}: gone")
         changed += 1
+    if write and not is_written(op, manifest):
+        from tests import registers
+
+        for name in registers.CASES.get(op, ()):
+            registers.check(op, name)
     manifest["kernels"][op], manifest["code"][op] = current, digest(op)
     return changed
 

@@ -36,6 +36,7 @@ def test_a_pipeline_over_tensor_parallel_devices_has_the_losses_of_plain_jax(pla
     np.testing.assert_allclose(found, plain, rtol=1e-5)
 
 
+@pytest.mark.exhaustive  # another workload of the test above
 def test_parallel_blocks_and_windows_have_those_of_plain_jax(plain):
     change = {"parallel": True, "window": 8}
     layout = {"fsdp": 2, "context": 2}
