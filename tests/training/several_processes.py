@@ -8,8 +8,8 @@ GPUs, or of two, or of simulated devices. Parts:
 - ``llama``: ``examples/multihost/pretrain_llama.py`` with `fsdp` across the processes
   and, of four devices, `tensor` inside, by fused kernels where they run. Each number of
   processes also continues a checkpoint that another one wrote.
-- ``across``: the same with `tensor` over all devices: one process runs the fused
-  kernels, and several XLA's collectives, and say how to start one process a host.
+- ``across``: ``jaxscale train`` with `tensor` over all devices: one process runs the
+  fused kernels, and several XLA's collectives, and say how to start one a host.
 - ``pipeline``: ``jaxscale train`` with the stages of a pipeline across.
 - ``bert``: ``examples/multihost/pretrain_bert.py``, data-parallel.
 - ``serve``: ``examples/multihost/serve_llama.py``, whose answer is the same.
@@ -42,6 +42,7 @@ from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "multihost"
+PACKAGES = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 SECONDS = 500.0
 """A run that takes longer hangs."""
 
@@ -83,7 +84,7 @@ class Machine:
     def shared(self, out: Path) -> dict[str, str]:
         """Variables of all processes."""
         found = os.environ | {
-            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            "PYTHONPATH": PACKAGES,
             "NCCL_NVLS_ENABLE": "0",
             "JAX_COMPILATION_CACHE_DIR": str(out.parent / "programs"),
         }
@@ -165,8 +166,12 @@ def written(run: Path) -> list[float]:
 
 def said(out: Path) -> str:
     """The end of what processes printed."""
-    logs = [path.read_text(errors="replace") for path in sorted(out.glob("*.log"))]
-    return "\n".join(log[-2000:] for log in logs)
+    return "\n".join(log[-2000:] for log in logs(out))
+
+
+def logs(out: Path) -> list[str]:
+    """What each process printed."""
+    return [path.read_text(errors="replace") for path in sorted(out.glob("*.log"))]
 
 
 def compare(found: Sequence[float], expected: Sequence[float]) -> float:
@@ -181,16 +186,14 @@ def command_of(part: str, machine: Machine) -> list[str]:
     """What trains, without its steps and output directory."""
     sizes = TINY if machine.cpu else LARGE
     half = machine.devices // 2
-    if part in ("llama", "across"):
-        inside = half if part == "llama" else machine.devices
-        mesh = [f"--mesh.fsdp={machine.devices // inside}", f"--mesh.tensor={inside}"]
-        fused = ["--tensor-parallel=fused"] * (inside > 1)
-        return [str(RECIPES / "pretrain_llama.py"), *sizes, *STEADY, *mesh, *fused]
+    fused = ["--tensor-parallel=fused"]
+    if part == "llama":
+        mesh = ["--mesh.fsdp=2", f"--mesh.tensor={half}", *(fused if half > 1 else [])]
+        return [str(RECIPES / "pretrain_llama.py"), *sizes, *STEADY, *mesh]
     if part == "bert":
         bert = ["--preset=bert_tiny" if machine.cpu else "--preset=bert_large"]
-        bert += [size for size in sizes if "preset" not in size]
-        if not machine.cpu:
-            bert += ["--data.seq-len=512"]
+        bert += ["--data.vocab-size=512", "--data.batch-size=8"]
+        bert += [f"--data.seq-len={64 if machine.cpu else 512}"]
         bert += ["--data.max-sequences=8", f"--mesh.data={machine.devices}"]
         return [str(RECIPES / "pretrain_bert.py"), *bert, *STEADY]
     run, *data = sizes
@@ -198,6 +201,9 @@ def command_of(part: str, machine: Machine) -> list[str]:
     name = run.removeprefix("--preset=")
     train = ["-m", "jaxscale", "train", name, *data, *STEADY]
     train += [] if machine.cpu else SHORT
+    if part == "across":
+        fused += ["--rules=fsdp_tp", "--xla-flags=host_kernels"]
+        return [*train, f"--mesh.tensor={machine.devices}", "--mesh.fsdp=1", *fused]
     if part == "faults":
         return [*train, f"--mesh.fsdp={machine.devices}"]
     stages = ["--mesh.pipe=2", f"--mesh.tensor={half}", "--mesh.fsdp=1"]
@@ -221,7 +227,8 @@ def train(part: str, out: Path, machine: Machine) -> bool:
         good &= away <= WITHIN
         print(f"{part}: {count} processes, within {away:.1e}", flush=True)
         if part == "across" and not machine.cpu:
-            told = "start one process on each host" in said(out / str(count))
+            words = "start one process on each host"
+            told = all(words in log for log in logs(out / str(count)))
             good &= told
             print(f"{part}: {count} processes, told how to start: {told}", flush=True)
     numbers = (1, *machine.counts)
@@ -242,7 +249,8 @@ def faults(out: Path, machine: Machine) -> bool:
     count = machine.devices
     command = [*command_of("faults", machine), f"--steps={3 * STEPS}"]
     command += [f"--checkpoint-every={EVERY}", "--supervise"]
-    command += [f"--supervise.processes={count}", "--supervise.deadlines.step=5"]
+    command += [f"--supervise.processes={count}", "--supervise.deadlines.step=10"]
+    command += ["--supervise.diagnose=true"]  # GPUs are measured for half a minute
     environment = machine.shared(out)
     environment |= {"JAX_NUM_CPU_DEVICES": "1"} if machine.cpu else {}
     out.mkdir(parents=True, exist_ok=True)
@@ -332,8 +340,8 @@ def answer(count: int, model: Path, out: Path, machine: Machine) -> str:
                 break
             except OSError:  # it does not listen yet, or is not ready
                 if time.monotonic() > deadline or any(p.poll() for p in processes):
-                    logs = [p.read_text(errors="replace") for p in out.glob("*.log")]
-                    raise RuntimeError("\n".join(x[:2000] for x in logs)) from None
+                    first = (log[:2000] for log in logs(out))
+                    raise RuntimeError("\n".join(first)) from None
                 time.sleep(0.5)
         for process in processes:
             process.send_signal(signal.SIGTERM)
@@ -358,9 +366,10 @@ save(Decoder(shape, rngs=nnx.Rngs(0)), sys.argv[1], tokenizer=tokenizer)
 
 def make_model(path: Path) -> Path:
     """A Hugging Face directory of a tiny LLaMA and a tokenizer."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     subprocess.run(
-        [sys.executable, "-c", MODEL, str(path)], env=environment, check=True
+        [sys.executable, "-c", MODEL, str(path)],
+        env=os.environ | {"PYTHONPATH": PACKAGES, "JAX_PLATFORMS": "cpu"},
+        check=True,
     )
     return path
 
