@@ -52,14 +52,7 @@ WITHIN = 2e-3
 STEPS, EVERY = 6, 2
 """Of a run, and between the checkpoints of one that is broken."""
 
-TINY = [
-    *("--preset=llama_tiny", "--data.vocab-size=512", "--data.seq-len=64"),
-    "--data.batch-size=8",
-]
-LARGE = [
-    *("--preset=llama_1b", "--data.vocab-size=512", "--data.seq-len=2048"),
-    "--data.batch-size=8",
-]
+DATA = ["--data.vocab-size=512", "--data.batch-size=8"]
 SHORT = ["--model.num-layers=4", "--scan-layers"]
 """What ``jaxscale train`` leaves of it, which compiles in seconds."""
 STEADY = [
@@ -75,6 +68,8 @@ class Machine:
     devices: int
     cpu: bool
     """Whether they are simulated."""
+    model: str
+    """Preset of a decoder."""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -184,22 +179,20 @@ def compare(found: Sequence[float], expected: Sequence[float]) -> float:
 
 def command_of(part: str, machine: Machine) -> list[str]:
     """What trains, without its steps and output directory."""
-    sizes = TINY if machine.cpu else LARGE
+    data = [*DATA, f"--data.seq-len={64 if machine.cpu else 2048}"]
     half = machine.devices // 2
     fused = ["--tensor-parallel=fused"]
     if part == "llama":
         mesh = ["--mesh.fsdp=2", f"--mesh.tensor={half}", *(fused if half > 1 else [])]
-        return [str(RECIPES / "pretrain_llama.py"), *sizes, *STEADY, *mesh]
+        model = f"--preset={machine.model}"
+        return [str(RECIPES / "pretrain_llama.py"), model, *data, *STEADY, *mesh]
     if part == "bert":
         bert = ["--preset=bert_tiny" if machine.cpu else "--preset=bert_large"]
-        bert += ["--data.vocab-size=512", "--data.batch-size=8"]
-        bert += [f"--data.seq-len={64 if machine.cpu else 512}"]
+        bert += [*DATA, f"--data.seq-len={64 if machine.cpu else 512}"]
         bert += ["--data.max-sequences=8", f"--mesh.data={machine.devices}"]
         return [str(RECIPES / "pretrain_bert.py"), *bert, *STEADY]
-    run, *data = sizes
-    data += [f"--model.vocab-size={data[0].partition('=')[2]}"]
-    name = run.removeprefix("--preset=")
-    train = ["-m", "jaxscale", "train", name, *data, *STEADY]
+    train = ["-m", "jaxscale", "train", machine.model, *data, *STEADY]
+    train += ["--model.vocab-size=512"]
     train += [] if machine.cpu else SHORT
     if part == "across":
         fused += ["--rules=fsdp_tp", "--xla-flags=host_kernels"]
@@ -393,12 +386,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.training.several_processes")
     parser.add_argument("parts", nargs="*", help=f"some of {PARTS}; all by default")
     parser.add_argument("--devices", type=int, choices=(2, 4), default=4)
+    parser.add_argument("--model", help="a preset; llama_1b, or llama_tiny on a CPU")
     parser.add_argument("--cpu", action="store_true", help="simulated devices")
     args = parser.parse_args(argv)
     if unknown := {*args.parts} - {*PARTS}:
         parser.error(f"unknown parts {sorted(unknown)}; there are {PARTS}")
     out = Path(tempfile.mkdtemp(prefix="several-"))
-    machine, good = Machine(devices=args.devices, cpu=args.cpu), True
+    model, good = args.model or ("llama_tiny" if args.cpu else "llama_1b"), True
+    machine = Machine(devices=args.devices, cpu=args.cpu, model=model)
     for part in args.parts or PARTS:
         run = OTHERS.get(part, functools.partial(train, part))
         good &= run(out / part, machine)
