@@ -73,6 +73,9 @@ def kernels(devices, op, name):
         ),
         ("varlen_attention", "fp8_128_causal", ["varlen_attention", "transpose"]),
         ("varlen_attention", "fp8_256_causal", ["varlen_attention", "transpose"]),
+        ("varlen_attention", "chunks_d128_page64", ["varlen_attention"]),
+        ("varlen_attention", "chunks_d64_page16", ["varlen_attention"]),
+        ("varlen_attention", "chunks_d256_page256", ["varlen_attention"]),
         (
             "varlen_attention",
             "phi_3_mini",

@@ -46,7 +46,7 @@ from jaxscale.models.adapters import adapter_names, with_adapters
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import PAGES_AXES, SCALES_AXES
 from jaxscale.sharding.decode_all_reduce import AllReduce, Sums
-from pallas_kernels.varlen_attention import gathers_pages
+from pallas_kernels.varlen_attention.paged import gathers_pages
 
 
 NUM_CHANGES = 512
