@@ -498,7 +498,7 @@ def _load_steps(
         stage = lax.rem(steps + i, jnp.int32(blocks.stages))
         start = step_start(blocks, tile, i)
         # Where the next ones lie is under way while these are copied.
-        following = held.places(problem, blocks, tile, i + 1)
+        following = held.places(problem, blocks, tile, i, 1)
         for part, name in enumerate("kv"):
             smem = scratch[f"{name}_smem"][1]
             plgpu.barrier_wait(scratch[f"{name}_empty"].at[stage])
@@ -511,4 +511,4 @@ def _load_steps(
                 relative.load(scratch, stage, bias, place, tile["q0"], start)
         return following
 
-    lax.fori_loop(begin, end, step, held.places(problem, blocks, tile, begin))
+    lax.fori_loop(begin, end, step, held.places(problem, blocks, tile, begin, 0))

@@ -36,9 +36,10 @@ class KeysInRows(NamedTuple):
         blocks: ForwardBlocks,
         tile: dict[str, Scalar],
         step: Scalar,
+        later: int,
     ) -> None:
         """What `copy` has to know of a step before: nothing."""
-        del problem, blocks, tile, step
+        del problem, blocks, tile, step, later
 
     def copy(
         self,
@@ -80,10 +81,11 @@ class KeysInPages(NamedTuple):
         blocks: ForwardBlocks,
         tile: dict[str, Scalar],
         step: Scalar,
+        later: int,
     ) -> tuple[Scalar, ...]:
-        """The first lines of a step's pages, keys before values."""
+        """The first lines of the pages of the step so many `later`."""
         page = jnp.int32(_page(problem))
-        start = tile["k0"] + step * blocks.block_k
+        start = tile["k0"] + (step + later) * blocks.block_k
         last = lax.div(tile["k_end"] - 1, page)
         first = self.layer[0] * problem.num_pages
 
