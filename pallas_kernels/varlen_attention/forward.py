@@ -287,8 +287,9 @@ A block starts with as many for each thread as the whole file holds for that num
 threads, 168 for 384 and 128 for 512, and what one gives up others may take: more would
 wait forever.
 """
-_THREE_CHUNKS_REGISTERS = (40, 232)
-"""The same for queries and keys of three chunks, with which the producer would spill.
+_WIDE_PRODUCER_REGISTERS = (40, 232)
+"""The same where the producer would spill: for queries and keys of three chunks, and
+keys in pages, whose places it holds.
 """
 
 
@@ -309,8 +310,8 @@ def _body(
     outputs = refs[num_extra:]
     warpgroup = lax.axis_index("warpgroup")
     registers = _REGISTERS[blocks.consumers]
-    if problem.chunks == 3:
-        registers = _THREE_CHUNKS_REGISTERS
+    if problem.chunks == 3 or problem.page is not None:
+        registers = _WIDE_PRODUCER_REGISTERS
     counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
     relative = tile_terms(scores, blocks)
 

@@ -49,7 +49,7 @@ from pallas_kernels.varlen_attention.segments import segment_ids_from_cu_seqlens
 _KEY_BLOCK = 128
 """Gathered keys of each sequence begin at a multiple of this: a step of a kernel then
 holds keys of one sequence only, and its sums do not depend on the others."""
-_PAGES = (8, 16, 32, 64, 128, 256)
+_PAGES = (16, 32, 64, 128, 256)
 _ENDLESS = 2**30
 
 
@@ -106,7 +106,7 @@ def paged_varlen_attention(
         max_keys: for "xla", most tokens of all sequences together, each rounded up to
             a multiple of 128; None is as many as the tables have room for.
         implementation: "mosaic_gpu" (the Hopper kernel of `varlen_attention`, which
-            reads pages as it goes: bf16 and fp16 pages of 8 to 256 tokens, head dims
+            reads pages as it goes: bf16 and fp16 pages of 16 to 256 tokens, head dims
             64, 128 and 256), "xla" (gathers the keys and values of all sequences to one
             array for `varlen_attention`), several names, or None for the best that
             supports the arguments.
@@ -259,7 +259,7 @@ def _mosaic_gpu(
         num_pages=num_pages,
     )
     blocks = forward_blocks(problem, device)
-    if blocks.consumers == 1:  # a kernel of its own, for packed keys
+    if blocks.consumers != 2:  # the producer has too few registers for three
         blocks = ForwardBlocks()
     check_smem(forward_smem(problem, blocks), device, "paged_varlen_attention")
     out = _jitted(problem, scores, blocks, device, x)
