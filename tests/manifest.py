@@ -67,6 +67,7 @@ from pallas_kernels.tile_sparse_matmul.specs import SPECS as TILE_SPARSE
 from pallas_kernels.varlen_attention import (
     RelativeBias,
     RelativeBuckets,
+    paged_varlen_attention,
     varlen_attention,
 )
 from pallas_kernels.varlen_attention.specs import SPECS as ATTENTION
@@ -148,6 +149,7 @@ def attention_cases() -> Iterator[Case]:
         yield Case(spec.name, both, (q, k, v, per_head))
     yield from fp8_cases()
     yield from relative_cases()
+    yield from chunk_cases()
 
 
 def fp8_cases() -> Iterator[Case]:
@@ -205,6 +207,29 @@ def relative_cases() -> Iterator[Case]:
 
         arguments = q, dict.fromkeys(terms, entries), per_head
         yield Case(name, with_gradients(run), arguments)
+
+
+def chunk_cases() -> Iterator[Case]:
+    """Chunks of prompts over pages: as LLaMA 3 8B is served, and other sizes."""
+    for head_dim, page, options in (
+        (128, 64, {}),
+        (64, 16, {"window": 1000}),
+        (256, 256, {"softcap": 50.0}),
+    ):
+        arrays = {
+            "q": array(2048, 32, head_dim),
+            "pages": array(2, 1024, 2, 8, page, head_dim),
+            "layer": array(dtype=INT32),
+            "table": array(16, 64, dtype=INT32),
+            "cu_seqlens_q": array(17, dtype=INT32),
+            "lengths": array(16, dtype=INT32),
+        }
+
+        def run(arrays, options=options):
+            options = options | {"implementation": "mosaic_gpu"}
+            return paged_varlen_attention(**arrays, **options)
+
+        yield Case(f"chunks_d{head_dim}_page{page}", run, (arrays,))
 
 
 def paged_attention_cases() -> Iterator[Case]:
