@@ -65,6 +65,10 @@ from pallas_kernels.varlen_attention.scheduler import (
 )
 
 
+LINE = 16
+"""Bytes of which copies take a multiple: where the copy engine begins along the last
+axis of an array, it begins at a multiple, or stops the kernel."""
+
 _L2_BYTES = 32 * 2**20
 """Keys and values of the heads that run together should fit in the L2 cache."""
 
@@ -73,8 +77,13 @@ _FIELDS = ("row", "q0", "rows", "k0", "steps", "first", "last", "offset", "k_end
 
 
 def _fields(problem: Problem) -> tuple[str, ...]:
-    """`_FIELDS`, with the number of the sequence where each has scales of its own."""
-    return (*_FIELDS[:-1], "sequence", "slots") if problem.fp8 else _FIELDS
+    """`_FIELDS`, in 8 bits with what such keys need besides.
+
+    The number of the sequence, whose scales are its own, and the first key: `k0` may
+    lie before it.
+    """
+    more = ("sequence", "k_first") if problem.fp8 else ()
+    return *_FIELDS[:-1], *more, _FIELDS[-1]
 
 
 def heads_together(problem: Problem) -> int:
@@ -85,9 +94,15 @@ def heads_together(problem: Problem) -> int:
 
 
 def tile_fields(
-    scores: Scores, blocks: ForwardBlocks, seq: Sequences, index: AnyArray
+    scores: Scores,
+    blocks: ForwardBlocks,
+    seq: Sequences,
+    index: AnyArray,
+    fp8: bool = False,
 ) -> dict[str, Any]:
     """`_FIELDS` but the last of the tile of a sequence, all of one shape.
+
+    In 8 bits steps start and end at multiples of `LINE` tokens, and there is "k_first".
 
     Args:
         scores: what queries see.
@@ -95,6 +110,7 @@ def tile_fields(
         seq: the tile's sequence.
         index: which tile of it. If queries see no keys to their right, the last tile,
             which sees the most, is number 0.
+        fp8: whether the values are transposed.
     """
     xp = namespace(seq.q_start)
     block_q, block_k = blocks.block_q, blocks.block_k
@@ -103,29 +119,37 @@ def tile_fields(
     q0 = seq.q_start + index * block_q
     q1 = xp.minimum(q0 + block_q, seq.q_end)
     start, stop = interval_of_keys(q0, q1 - 1, seq, scores.window)
-    steps = xp.maximum(-(-(stop - start) // block_k), 0)
+    k0, k_total = start, seq.k_total
+    if fp8:
+        k0, k_total = start - start % LINE, k_total + -k_total % LINE
+    steps = xp.maximum(-(-(stop - k0) // block_k), 0)
+    if fp8:
+        steps = xp.where(start < stop, steps, 0)
     # Steps [first, last) need no mask: each of their keys is seen by all queries.
     left, right = scores.window
     offset = seq.k_end - seq.q_end
     first, seen_by_all = xp.zeros_like(steps), seq.k_end
     if left is not None:
-        first = -(-(q1 - 1 + offset - left - start) // block_k)
+        first = -(-(q1 - 1 + offset - left - k0) // block_k)
         first = xp.clip(first, 0, steps)
+    if fp8:
+        first = xp.minimum(xp.maximum(first, xp.where(k0 < start, 1, 0)), steps)
     if right is not None:
         seen_by_all = xp.minimum(seen_by_all, q0 + offset + right + 1)
-    last = xp.clip((seen_by_all - start) // block_k, first, steps)
+    last = xp.clip((seen_by_all - k0) // block_k, first, steps)
     return {
         "row": seq.row,
         "q0": q0,
         "rows": q1 - q0,
-        "k0": start,
+        "k0": k0,
         "steps": steps,
         "first": first,
         "last": last,
         "offset": offset,
         "k_end": stop if right is None else seq.k_end,
-        "k_total": seq.k_total,
+        "k_total": k_total,
         "real": seq.real,
+        **({"k_first": start} if fp8 else {}),
     }
 
 
@@ -163,7 +187,8 @@ def tile_table(
     slots = most_tiles(problem.rows, problem.queries, problem.max_seqs, blocks.block_q)
     cost = (seqs.k_end - seqs.k_start) * seqs.real
     tiles = tile_sequences(seqs.q_start, seqs.q_end, cost, blocks.block_q, slots + 1)
-    fields = tile_fields(scores, blocks, tiles.sequences(seqs), tiles.index)
+    seq = tiles.sequences(seqs)
+    fields = tile_fields(scores, blocks, seq, tiles.index, problem.fp8)
     if problem.fp8:
         xp = namespace(seqs.q_start)
         number = xp.arange(cost.shape[0], dtype=np.int32)
@@ -201,7 +226,7 @@ def forward(
         bias = jnp.asarray(relative.table()), *terms
     of_products = (x.score_descale, x.v_descale) if problem.fp8 else None
     extra, structure = jax.tree.flatten((x.sinks, x.slopes, bias, of_products))
-    v = transposed_values(x.v) if problem.fp8 else x.v
+    v = transposed_values(x.v, x.packing_of_keys[:, -1]) if problem.fp8 else x.v
     return plgpu.kernel(
         functools.partial(_body, problem, scores, blocks, structure, len(extra)),
         out_type=forward_outputs(x, with_rest),
@@ -235,11 +260,16 @@ def forward(
     )(table, x.q, x.k, v, *extra)
 
 
-def transposed_values(v: Array) -> Array:
+def transposed_values(v: Array, ends: Int[AnyArray, " R"]) -> Array:
     """8-bit values ``[R, S, K, Hv]``, transposed to ``[K, Hv, R, S]``.
 
     One more pass reads and writes them once: the tensor cores cannot transpose 8-bit
-    operands. S grows to a multiple of 128.
+    operands. S grows to a multiple of 128. Tokens from the end of the last sequence to
+    the next multiple of `LINE`, which its last step reads, are zero.
+
+    Args:
+        v: the values.
+        ends: where the last sequence of each row ends.
     """
     if missing := -v.shape[1] % fp8_operands.TILE:
         v = jnp.pad(v, ((0, 0), (0, missing), (0, 0), (0, 0)))
@@ -247,7 +277,19 @@ def transposed_values(v: Array) -> Array:
     flat = v.reshape(rows * tokens, heads * size)
     whole = flat.shape[1] % fp8_operands.TILE == 0
     turned = fp8_operands.transpose(flat) if whole else flat.T
-    return turned.reshape(heads, size, rows, tokens)
+    turned = turned.reshape(heads, size, rows, tokens)
+    if isinstance(ends, np.ndarray) and not (ends % LINE).any():
+        return turned
+    ends = jnp.minimum(jnp.asarray(ends, jnp.int32), tokens)
+    zero = jnp.zeros((), turned.dtype)
+    if rows > 1:  # one more pass; of a single row a line is written in place
+        kept = jnp.arange(tokens, dtype=jnp.int32) < ends[:, None]
+        return jnp.where(kept, turned, zero)
+    first = jnp.minimum(ends[0] - ends[0] % LINE, tokens - LINE)
+    line = lax.dynamic_slice_in_dim(turned, first, LINE, axis=3)
+    kept = first + jnp.arange(LINE, dtype=jnp.int32) < ends[0]
+    line = jnp.where(kept, line, zero)
+    return lax.dynamic_update_slice_in_dim(turned, line, first, axis=3)
 
 
 _REGISTERS = {2: (24, 240), 3: (32, 160)}
