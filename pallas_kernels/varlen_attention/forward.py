@@ -33,6 +33,7 @@ from pallas_kernels.fp8_operands import mosaic_gpu as fp8_operands
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import chunked, copy_rows, copy_transposed
 from pallas_kernels.mosaic.device import DeviceSpec
+from pallas_kernels.mosaic.fp8_fragments import ORDER
 from pallas_kernels.mosaic.lanes import store_rows
 from pallas_kernels.mosaic.manual_axes import constant
 from pallas_kernels.mosaic.pipeline import launch
@@ -65,9 +66,9 @@ from pallas_kernels.varlen_attention.scheduler import (
 )
 
 
-LINE = 16
+LINE = len(ORDER)
 """Bytes of which copies take a multiple: where the copy engine begins along the last
-axis of an array, it begins at a multiple, or stops the kernel."""
+axis of an array, it begins at a multiple of 16, or stops the kernel."""
 
 _L2_BYTES = 32 * 2**20
 """Keys and values of the heads that run together should fit in the L2 cache."""
@@ -264,8 +265,9 @@ def transposed_values(v: Array, ends: Int[AnyArray, " R"]) -> Array:
     """8-bit values ``[R, S, K, Hv]``, transposed to ``[K, Hv, R, S]``.
 
     One more pass reads and writes them once: the tensor cores cannot transpose 8-bit
-    operands. S grows to a multiple of 128. Tokens from the end of the last sequence to
-    the next multiple of `LINE`, which its last step reads, are zero.
+    operands. S grows to a multiple of 128, and each `LINE` tokens have the order in
+    which lanes have the weights of keys. Tokens from the end of the last sequence to
+    the next such line, which its last step reads, are zero.
 
     Args:
         v: the values.
@@ -276,19 +278,22 @@ def transposed_values(v: Array, ends: Int[AnyArray, " R"]) -> Array:
     rows, tokens, heads, size = v.shape
     flat = v.reshape(rows * tokens, heads * size)
     whole = flat.shape[1] % fp8_operands.TILE == 0
-    turned = fp8_operands.transpose(flat) if whole else flat.T
+    if whole:
+        turned = fp8_operands.transpose(flat, ORDER)
+    else:
+        halves, lanes = flat.reshape(-1, 2, 4, 2, heads * size), (0, 2, 1, 3, 4)
+        turned = halves.transpose(lanes).reshape(flat.shape).T
     turned = turned.reshape(heads, size, rows, tokens)
     if isinstance(ends, np.ndarray) and not (ends % LINE).any():
         return turned
     ends = jnp.minimum(jnp.asarray(ends, jnp.int32), tokens)
-    zero = jnp.zeros((), turned.dtype)
+    zero, order = jnp.zeros((), turned.dtype), np.asarray(ORDER, np.int32)
     if rows > 1:  # one more pass; of a single row a line is written in place
-        kept = jnp.arange(tokens, dtype=jnp.int32) < ends[:, None]
-        return jnp.where(kept, turned, zero)
+        token = np.arange(0, tokens, LINE, dtype=np.int32)[:, None] + order
+        return jnp.where(token.reshape(-1) < ends[:, None], turned, zero)
     first = jnp.minimum(ends[0] - ends[0] % LINE, tokens - LINE)
     line = lax.dynamic_slice_in_dim(turned, first, LINE, axis=3)
-    kept = first + jnp.arange(LINE, dtype=jnp.int32) < ends[0]
-    line = jnp.where(kept, line, zero)
+    line = jnp.where(first + order < ends[0], line, zero)
     return lax.dynamic_update_slice_in_dim(turned, line, first, axis=3)
 
 
