@@ -209,11 +209,12 @@ def transpose_rows(
     return turned, _number(bits)
 
 
-def transpose(data: jax.Array) -> jax.Array:
+def transpose(data: jax.Array, order: Sequence[int] = range(16)) -> jax.Array:
     """Transposes a matrix of bytes.
 
     Args:
         data: [M,K], both multiples of `TILE`; float8_e4m3fn or float8_e5m2.
+        order: which row of each 16 rows comes first, second and so on.
 
     Returns:
         [K,M] of the type of `data`.
@@ -228,7 +229,7 @@ def transpose(data: jax.Array) -> jax.Array:
         plgpu.barrier_wait(scratch["full"])
         for start in range(0, TILE, _PART):
             part = _part(scratch["x"], start)
-            scratch["out"][pl.ds(start, _PART)] = _transpose(part)
+            scratch["out"][pl.ds(start, _PART)] = _transpose(part, order)
         plgpu.commit_smem()
         _store_tile(scratch["out"], out_ref, column, row)
         plgpu.wait_smem_to_gmem(0)
@@ -352,11 +353,12 @@ def _repeated(x: jax.Array, axis: int) -> jax.Array:
     return plgpu.layout_cast(whole, _ROWS)
 
 
-def _transpose(data: jax.Array) -> jax.Array:
+def _transpose(data: jax.Array, order: Sequence[int] = range(16)) -> jax.Array:
     """The transposed part of a tile; each lane keeps its numbers.
 
     Args:
         data: 8-bit [TILE, _PART].
+        order: of each 16 rows, which a lane has.
 
     Returns:
         [_PART, TILE].
@@ -368,27 +370,28 @@ def _transpose(data: jax.Array) -> jax.Array:
     )
     def transpose_bytes(ctx: Any, data: mgpu.FragmentedArray) -> Any:
         del ctx
-        return _transpose_registers(data)
+        return _transpose_registers(data, order)
 
     transpose: Any = transpose_bytes  # the decorator supplies the context
     return transpose(data)
 
 
-def _transpose_registers(data: mgpu.FragmentedArray) -> Any:
+def _transpose_registers(data: mgpu.FragmentedArray, order: Sequence[int]) -> Any:
     """Emits the transpositions of one lane: 16 words of 4 columns, 4 of 16 bytes."""
     i32, layout = ir.IntegerType.get_signless(32), _COLUMNS.to_mgpu()
     words = [mgpu.utils.bitcast(register, i32) for register in data.registers.flat]
+    words = [words[i] for i in order]
     columns: list[list[ir.Value]] = [[] for _ in range(4)]
     for i in range(0, len(words), 4):
         # Two rows are interleaved, and then two pairs of rows.
         low, high = (
-            [_permute(words[i + j], words[i + j + 1], order) for j in (0, 2)]
-            for order in (0x5140, 0x7362)
+            [_permute(words[i + j], words[i + j + 1], digits) for j in (0, 2)]
+            for digits in (0x5140, 0x7362)
         )
-        for j, (pairs, order) in enumerate(
+        for j, (pairs, digits) in enumerate(
             ((low, 0x5410), (low, 0x7632), (high, 0x5410), (high, 0x7632))
         ):
-            columns[j].append(_permute(pairs[0], pairs[1], order))
+            columns[j].append(_permute(pairs[0], pairs[1], digits))
     shape = (data.shape[1], data.shape[0])
     registers = np.empty(layout.registers_shape(shape), object)
     kind = ir.VectorType.get((4 * len(columns[0]),), data.mlir_dtype)

@@ -33,6 +33,7 @@ from pallas_kernels.fp8_operands import mosaic_gpu as fp8_operands
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import chunked, copy_rows
 from pallas_kernels.mosaic.device import DeviceSpec
+from pallas_kernels.mosaic.fp8_fragments import ORDER
 from pallas_kernels.mosaic.lanes import store_rows
 from pallas_kernels.mosaic.manual_axes import constant
 from pallas_kernels.mosaic.pipeline import launch
@@ -66,6 +67,10 @@ from pallas_kernels.varlen_attention.scheduler import (
 )
 
 
+LINE = len(ORDER)
+"""Bytes of which copies take a multiple: where the copy engine begins along the last
+axis of an array, it begins at a multiple of 16, or stops the kernel."""
+
 _L2_BYTES = 32 * 2**20
 """Keys and values of the heads that run together should fit in the L2 cache."""
 
@@ -75,10 +80,12 @@ _FIELDS = ("row", "q0", "rows", "k0", "steps", "first", "last", "offset", "k_end
 
 def _fields(problem: Problem) -> tuple[str, ...]:
     """`_FIELDS`, with the number of the sequence where each has scales or pages of its
-    own.
+    own, and in 8 bits the first key: `k0` may lie before it.
     """
-    numbered = problem.fp8 or problem.page is not None
-    return (*_FIELDS[:-1], "sequence", "slots") if numbered else _FIELDS
+    more = ("sequence", "k_first") if problem.fp8 else ()
+    if problem.page is not None:
+        more = ("sequence",)
+    return *_FIELDS[:-1], *more, _FIELDS[-1]
 
 
 def heads_together(problem: Problem) -> int:
@@ -94,8 +101,11 @@ def tile_fields(
     seq: Sequences,
     index: AnyArray,
     align: int = 1,
+    fp8: bool = False,
 ) -> dict[str, Any]:
     """`_FIELDS` but the last of the tile of a sequence, all of one shape.
+
+    In 8 bits steps end at multiples of `align` tokens, too, and there is "k_first".
 
     Args:
         scores: what queries see.
@@ -104,6 +114,7 @@ def tile_fields(
         index: which tile of it. If queries see no keys to their right, the last tile,
             which sees the most, is number 0.
         align: steps begin at multiples of so many keys.
+        fp8: whether the values are transposed.
     """
     xp = namespace(seq.q_start)
     block_q, block_k = blocks.block_q, blocks.block_k
@@ -112,31 +123,39 @@ def tile_fields(
     q0 = seq.q_start + index * block_q
     q1 = xp.minimum(q0 + block_q, seq.q_end)
     start, stop = interval_of_keys(q0, q1 - 1, seq, scores.window)
+    k0, k_total = start, seq.k_total
     if align > 1:
-        start = start // align * align
-    steps = xp.maximum(-(-(stop - start) // block_k), 0)
+        k0 = start - start % align
+    if fp8:
+        k_total = k_total + -k_total % align
+    steps = xp.maximum(-(-(stop - k0) // block_k), 0)
+    if fp8:
+        steps = xp.where(start < stop, steps, 0)
     # Steps [first, last) need no mask: each of their keys is seen by all queries.
     left, right = scores.window
     offset = seq.k_end - seq.q_end
     first, seen_by_all = xp.zeros_like(steps), seq.k_end
     if left is not None:
-        first = -(-(q1 - 1 + offset - left - start) // block_k)
+        first = -(-(q1 - 1 + offset - left - k0) // block_k)
         first = xp.clip(first, 0, steps)
+    if fp8:
+        first = xp.minimum(xp.maximum(first, xp.where(k0 < start, 1, 0)), steps)
     if right is not None:
         seen_by_all = xp.minimum(seen_by_all, q0 + offset + right + 1)
-    last = xp.clip((seen_by_all - start) // block_k, first, steps)
+    last = xp.clip((seen_by_all - k0) // block_k, first, steps)
     return {
         "row": seq.row,
         "q0": q0,
         "rows": q1 - q0,
-        "k0": start,
+        "k0": k0,
         "steps": steps,
         "first": first,
         "last": last,
         "offset": offset,
         "k_end": stop if right is None else seq.k_end,
-        "k_total": seq.k_total,
+        "k_total": k_total,
         "real": seq.real,
+        **({"k_first": start} if fp8 else {}),
     }
 
 
@@ -175,8 +194,12 @@ def tile_table(
     slots = most_tiles(problem.rows, problem.queries, problem.max_seqs, blocks.block_q)
     cost = (seqs.k_end - seqs.k_start) * seqs.real
     tiles = tile_sequences(seqs.q_start, seqs.q_end, cost, blocks.block_q, slots + 1)
-    align = 1 if problem.page is None else min(problem.page, blocks.block_k)
-    fields = tile_fields(scores, blocks, tiles.sequences(seqs), tiles.index, align)
+    align = LINE if problem.fp8 else 1
+    if problem.page is not None:
+        align = min(problem.page, blocks.block_k)
+    fields = tile_fields(
+        scores, blocks, tiles.sequences(seqs), tiles.index, align, problem.fp8
+    )
     if "sequence" in _fields(problem):
         xp = namespace(seqs.q_start)
         number = xp.arange(cost.shape[0], dtype=np.int32)
@@ -195,7 +218,8 @@ def forward(
 ) -> tuple[Array, ...]:
     """Runs the kernel on packed keys and values; `forward_outputs`."""
     seqs = Sequences.of(x.cu_q, x.packing_of_keys, problem.queries, problem.keys)
-    held = KeysInRows(x.k, transposed_values(x.v) if problem.fp8 else x.v)
+    v = transposed_values(x.v, x.packing_of_keys[:, -1]) if problem.fp8 else x.v
+    held = KeysInRows(x.k, v)
     return forward_from(held, seqs, problem, scores, blocks, x, with_rest, device)
 
 
@@ -265,19 +289,40 @@ def forward_from(
     )(table, x.q, *extra)
 
 
-def transposed_values(v: Array) -> Array:
+def transposed_values(v: Array, ends: Int[AnyArray, " R"]) -> Array:
     """8-bit values ``[R, S, K, Hv]``, transposed to ``[K, Hv, R, S]``.
 
     One more pass reads and writes them once: the tensor cores cannot transpose 8-bit
-    operands. S grows to a multiple of 128.
+    operands. S grows to a multiple of 128, and each `LINE` tokens have the order in
+    which lanes have the weights of keys. Tokens from the end of the last sequence to
+    the next such line, which its last step reads, are zero.
+
+    Args:
+        v: the values.
+        ends: where the last sequence of each row ends.
     """
     if missing := -v.shape[1] % fp8_operands.TILE:
         v = jnp.pad(v, ((0, 0), (0, missing), (0, 0), (0, 0)))
     rows, tokens, heads, size = v.shape
     flat = v.reshape(rows * tokens, heads * size)
     whole = flat.shape[1] % fp8_operands.TILE == 0
-    turned = fp8_operands.transpose(flat) if whole else flat.T
-    return turned.reshape(heads, size, rows, tokens)
+    if whole:
+        turned = fp8_operands.transpose(flat, ORDER)
+    else:
+        halves, lanes = flat.reshape(-1, 2, 4, 2, heads * size), (0, 2, 1, 3, 4)
+        turned = halves.transpose(lanes).reshape(flat.shape).T
+    turned = turned.reshape(heads, size, rows, tokens)
+    if isinstance(ends, np.ndarray) and not (ends % LINE).any():
+        return turned
+    ends = jnp.minimum(jnp.asarray(ends, jnp.int32), tokens)
+    zero, order = jnp.zeros((), turned.dtype), np.asarray(ORDER, np.int32)
+    if rows > 1:  # one more pass; of a single row a line is written in place
+        token = np.arange(0, tokens, LINE, dtype=np.int32)[:, None] + order
+        return jnp.where(token.reshape(-1) < ends[:, None], turned, zero)
+    first = jnp.minimum(ends[0] - ends[0] % LINE, tokens - LINE)
+    line = lax.dynamic_slice_in_dim(turned, first, LINE, axis=3)
+    line = jnp.where(first + order < ends[0], line, zero)
+    return lax.dynamic_update_slice_in_dim(turned, line, first, axis=3)
 
 
 _REGISTERS = {2: (24, 240), 3: (32, 160)}
