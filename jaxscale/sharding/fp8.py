@@ -61,9 +61,13 @@ from pallas_kernels.collective_matmul import (
     scaled_matmul_reduce_scatter,
 )
 from pallas_kernels.fp8_operands import (
+    QuantizedRows,
     inverse_scale,
     power_of_two_scale,
     quantize_and_transpose,
+    quantize_gated,
+    quantize_gated_gradients,
+    quantize_rms_norm,
     quantize_rows,
     transpose,
     transpose_rows,
@@ -77,6 +81,9 @@ OUT_NAME = "fp8_matmul_out"
 
 type Fp8 = Literal["fp8", "fp8_tensorwise"] | None
 """fp8 matmuls with a scale per row of their operands, or one per tensor."""
+
+type Norm = tuple[Array, float] | None
+"""The factors [K] of an RMS norm, fp32, and what is added to the mean square."""
 
 _NAMES = ("fp8", "fp8_tensorwise", None)
 
@@ -244,6 +251,10 @@ class _Form(NamedTuple):
     """Mesh axes over which the tokens are all-gathered or reduce-scattered."""
     fused: bool = False
     """Use a fused matmul + collective kernel where there is one."""
+    eps: float = 0.0
+    """Of the RMS norm before the matmul, if there is one."""
+    activation: str = ""
+    """Of the gate of a feed-forward network."""
 
 
 def _weight(w: Array, dtype: DTypeLike, form: _Form) -> Scaled:
@@ -322,33 +333,75 @@ def _multiply_and_scatter(
     return _scattered(out.reshape(*tokens, out.shape[1]), form.names)
 
 
+def _input(x: Array, norm: Array | None, form: _Form) -> Scaled:
+    """[B, T, K] in fp8, normalized if there is a norm."""
+    if norm is None:
+        return quantize_operand(x, E4M3, form.quantization, form.names)
+    return _shaped(quantize_rms_norm(*_matrices(x), norm, E4M3, eps=form.eps), x)
+
+
+def _normalized(x: Array, norm: Array, eps: float) -> Array:
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    return wide * jax.lax.rsqrt(mean + eps) * norm
+
+
+def _matrices(*xs: Array) -> list[Array]:
+    return [x.reshape(-1, x.shape[-1]) for x in xs]
+
+
+def _shaped(rows: QuantizedRows, like: Array) -> Scaled:
+    """Rows of a matrix as [B, T, K]."""
+    data, scale, largest = rows
+    return Scaled(data.reshape(like.shape), scale.reshape(like.shape[:-1]), largest)
+
+
+def _gradients(gs: Sequence[Array], form: _Form) -> tuple[list[Scaled], list[Scaled]]:
+    """Gradients of results in both layouts; of a kernel's sum with one scale a row."""
+    if len(gs) > 1 and form.fused:
+        parts = _operands(gs, E5M2, form)
+        return parts, [_transposed(_rows(g)) for g in parts]
+    parts, turned = zip(*(_two_layouts(g, E5M2, form) for g in gs), strict=True)
+    return [*parts], [*turned]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _column(form: _Form, x: Array, ws: tuple[Array, ...]) -> tuple[Array, ...]:
-    """``x @ w`` for each w and the gathered tokens."""
-    return _column_forward(form, x, ws)[0]
+def _column(
+    form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """``norm(x) @ w`` for each w and the gathered tokens."""
+    return _column_forward(form, x, norm, ws)[0]
 
 
-def _column_forward(form: _Form, x: Array, ws: tuple[Array, ...]) -> tuple[Any, Any]:
-    kept = _kept(quantize_operand(x, E4M3, form.quantization, form.names))
+def _column_forward(
+    form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
+) -> tuple[Any, Any]:
+    kept = _kept(_input(x, norm, form))
     weights = [_transposed(_weight(w, x.dtype, form)) for w in ws]
     outs, _ = _gather_and_multiply(_read(kept), weights, x.dtype, form)
     outs = tuple(checkpoint_name(out, OUT_NAME) for out in outs)
-    return outs, (kept, ws, jnp.zeros((), x.dtype))
+    like = jnp.zeros((), x.dtype)
+    return outs, (kept, None if norm is None else x, norm, ws, like)
 
 
 def _column_backward(form: _Form, kept: Any, gs: tuple[Array, ...]) -> Any:
-    x, ws, like = kept
-    columns = _transposed(_rows(_gathered(_read(x), form.names)))  # [K, M]
-    if len(gs) > 1 and form.fused:
-        parts = _operands(gs, E5M2, form)
-        turned = [_transposed(_rows(g)) for g in parts]
-        ws8 = [_weight(_joined(ws), like.dtype, form)]
-    else:
-        both = [_two_layouts(g, E5M2, form) for g in gs]
-        parts, turned = ([g[i] for g in both] for i in range(2))
-        ws8 = [_weight(w, like.dtype, form) for w in ws]
+    return _column_gradients(form, kept, *_gradients(gs, form))
+
+
+def _column_gradients(
+    form: _Form, kept: Any, parts: list[Scaled], turned: list[Scaled]
+) -> Any:
+    """Gradients by those of the results, in both layouts."""
+    kept, x, norm, ws, like = kept
+    columns = _transposed(_rows(_gathered(_read(kept), form.names)))  # [K, M]
+    joined = [_joined(ws)] if len(ws) > 1 and form.fused else ws
+    ws8 = [_weight(w, like.dtype, form) for w in joined]
     dws = [_product(columns, g, w.dtype) for w, g in zip(ws, turned, strict=True)]
-    return _multiply_and_scatter(parts, ws8, like.dtype, form), tuple(dws)
+    dx = _multiply_and_scatter(parts, ws8, like.dtype, form)
+    if norm is None:
+        return dx, None, tuple(dws)
+    _, back = jax.vjp(functools.partial(_normalized, eps=form.eps), x, norm)
+    return *back(dx.astype(jnp.float32)), tuple(dws)
 
 
 _column.defvjp(_column_forward, _column_backward)
@@ -363,12 +416,15 @@ def _row(form: _Form, xs: tuple[Array, ...], ws: tuple[Array, ...]) -> Array:
 def _row_forward(
     form: _Form, xs: tuple[Array, ...], ws: tuple[Array, ...]
 ) -> tuple[Any, Any]:
-    dtype = xs[0].dtype
-    kept = [_kept(x) for x in _operands(xs, E4M3, form)]
-    if form.fused:
-        ws8 = [_transposed(_weight(jnp.concatenate(ws), dtype, form))]
-    else:
-        ws8 = [_transposed(_weight(w, dtype, form)) for w in ws]
+    return _row_of(form, _operands(xs, E4M3, form), ws, xs[0].dtype)
+
+
+def _row_of(
+    form: _Form, xs: Sequence[Scaled], ws: tuple[Array, ...], dtype: DTypeLike
+) -> tuple[Any, Any]:
+    kept = [_kept(x) for x in xs]
+    joined = [jnp.concatenate(ws)] if form.fused else ws
+    ws8 = [_transposed(_weight(w, dtype, form)) for w in joined]
     out = _multiply_and_scatter([_read(x) for x in kept], ws8, dtype, form)
     return checkpoint_name(out, OUT_NAME), (kept, ws, jnp.zeros((), dtype))
 
@@ -389,6 +445,41 @@ def _row_backward(form: _Form, kept: Any, g: Array) -> Any:
 _row.defvjp(_row_forward, _row_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _feed_forward(
+    form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
+) -> Array:
+    """A gated feed-forward network: its activations exist in fp8 and before the gate.
+
+    The gradients of gate and up projection exist in fp8 alone.
+    """
+    return _feed_forward_forward(form, x, norm, ws)[0]
+
+
+def _feed_forward_forward(
+    form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
+) -> tuple[Any, Any]:
+    (gate, up), column = _column_forward(form, x, norm, ws[:2])
+    hidden = quantize_gated(*_matrices(gate, up), E4M3, activation=form.activation)
+    out, row = _row_of(form, [_shaped(hidden, gate)], ws[2:], x.dtype)
+    return out, (gate, up, column, row)
+
+
+def _feed_forward_backward(form: _Form, kept: Any, g: Array) -> Any:
+    gate, up, column, row = kept
+    (hidden,), down = _row_backward(form, row, g)
+    both = quantize_gated_gradients(
+        *_matrices(gate, up, hidden), E5M2, activation=form.activation
+    )
+    parts = [_shaped(rows, gate) for rows in both]
+    turned = [_transposed(_rows(part)) for part in parts]
+    dx, norm, ws = _column_gradients(form, column, parts, turned)
+    return dx, norm, (*ws, *down)
+
+
+_feed_forward.defvjp(_feed_forward_forward, _feed_forward_backward)
+
+
 def fp8_all_gather_matmul(
     x: Float[Array, "B T K"],
     kernels: Sequence[Float[Array, "K _N"]],
@@ -396,8 +487,9 @@ def fp8_all_gather_matmul(
     axis_names: tuple[str, ...],
     quantization: Fp8,
     fused: bool = False,
+    norm: Norm = None,
 ) -> tuple[Float[Array, "B all_T _N"], ...]:
-    """``x @ kernel`` for each kernel and the tokens of all devices.
+    """``norm(x) @ kernel`` for each kernel and the tokens of all devices.
 
     Tokens are quantized once, and all-gathered in fp8. Gradients of the kernels have
     the type of the kernels.
@@ -409,9 +501,11 @@ def fp8_all_gather_matmul(
         quantization: A scale per row, or one per tensor.
         fused: Take kernels that communicate, over one axis, where they were tuned and
             are not slower than XLA.
+        norm: An RMS norm of x, with a scale per row, or None.
     """
-    form = _Form(quantization, axis_names, fused and len(axis_names) == 1)
-    return _column(form, x, tuple(kernels))
+    scale, eps = norm or (None, 0.0)
+    form = _Form(quantization, axis_names, fused and len(axis_names) == 1, eps)
+    return _column(form, x, scale, tuple(kernels))
 
 
 def fp8_matmul_reduce_scatter(
@@ -429,3 +523,31 @@ def fp8_matmul_reduce_scatter(
     """
     form = _Form(quantization, axis_names, fused and len(axis_names) == 1)
     return _row(form, tuple(xs), tuple(kernels))
+
+
+def fp8_feed_forward(
+    x: Float[Array, "B T K"],
+    kernels: Sequence[Float[Array, "..."]],
+    *,
+    axis_names: tuple[str, ...],
+    activation: str,
+    fused: bool = False,
+    norm: Norm = None,
+) -> Float[Array, "B T K"]:
+    """``(activation(norm(x) @ gate) * (norm(x) @ up)) @ down``, with a scale per row.
+
+    That is `fp8_all_gather_matmul` and `fp8_matmul_reduce_scatter`, but activations and
+    gradients between them are rounded in the pass that computes them. The gradients of
+    both projections have one scale for each token.
+
+    Args:
+        x: Activations of this device.
+        kernels: Gate, up ``[K, F]`` and down ``[F, K]``.
+        axis_names: Mesh axes that split the tokens of x and the result.
+        activation: A name in `pallas_kernels.matmul.ACTIVATIONS`.
+        fused: As of `fp8_all_gather_matmul`.
+        norm: An RMS norm of x, or None.
+    """
+    scale, eps = norm or (None, 0.0)
+    form = _Form("fp8", axis_names, fused and len(axis_names) == 1, eps, activation)
+    return _feed_forward(form, x, scale, tuple(kernels))

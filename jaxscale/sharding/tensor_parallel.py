@@ -37,8 +37,10 @@ from jaxscale.checks import check_choice
 from jaxscale.sharding import decode_all_reduce
 from jaxscale.sharding.fp8 import (
     Fp8,
+    Norm,
     check_fp8,
     fp8_all_gather_matmul,
+    fp8_feed_forward,
     fp8_matmul_reduce_scatter,
 )
 from jaxscale.sharding.operations import constrain, contract
@@ -87,6 +89,7 @@ def column_parallel(
     rules: AxisRules,
     tensor_parallel: TensorParallel = None,
     quantization: Fp8 = None,
+    norm: Norm = None,
 ) -> tuple[Float[Array, "B T _N"], ...]:
     """``x @ kernel`` for several kernels that share one all-gather of the tokens.
 
@@ -103,6 +106,7 @@ def column_parallel(
         quantization: Matmuls in fp8, see `jaxscale.sharding.fp8`: collectives are then
             explicit in every form, and tokens are all-gathered in fp8. ``"fused"``
             takes kernels that were tuned and are not slower than XLA.
+        norm: An RMS norm of `x`, which is rounded as it is computed; for ``"fp8"``.
 
     Returns:
         One result per kernel, with all tokens.
@@ -146,13 +150,77 @@ def column_parallel(
         )
 
     def local(xs: Sequence[Array], kernels: Sequence[Array]) -> tuple[Array, ...]:
-        return product(xs[0], kernels)
+        x, *scale = xs
+        return product(x, kernels, **_normed(scale, norm))
 
+    xs = [x] if norm is None else [x, norm[0]]
     local_axes = [("batch", None, axis) for axis in region.features]
-    outs = region.run(local, [x], kernels, local_axes)
+    outs = region.with_vectors(len(xs) - 1).run(local, xs, kernels, local_axes)
     return tuple(
         constrain(out, axes, rules) for out, axes in zip(outs, out_axes, strict=True)
     )
+
+
+def _normed(scale: Sequence[Array], norm: Norm) -> dict[str, Norm]:
+    return {} if norm is None else {"norm": (scale[0], norm[1])}
+
+
+def feed_forward(
+    x: Float[Array, "B T K"],
+    kernels: Sequence[Float[Array, "..."]],
+    *,
+    kernel_axes: Sequence[tuple[str | None, str | None]],
+    out_axes: Sequence[str | None],
+    activation: str,
+    rules: AxisRules,
+    tensor_parallel: TensorParallel = None,
+    norm: Norm = None,
+) -> Float[Array, "B T K"] | None:
+    """A gated feed-forward network in fp8, see `jaxscale.sharding.fp8`.
+
+    Args:
+        x: Activations, split along the tokens or not.
+        kernels: Gate, up and down projection.
+        kernel_axes: Logical axes of each kernel.
+        out_axes: Logical axes of the result.
+        activation: That of the gate.
+        rules: Mesh axes of each logical axis.
+        tensor_parallel: Form of the collectives, as for `column_parallel`.
+        norm: An RMS norm of `x`.
+
+    Returns:
+        The result; None where devices that split the features do not split the tokens.
+    """
+    _check_shapes([x, x], kernels[:2])
+    region = _Region.of(
+        [x],
+        kernels[:2],
+        kernel_axes[:2],
+        rules,
+        tensor_parallel,
+        "fp8",
+        rows=False,
+    )
+    assert region is not None  # there always is one in fp8
+    if region.split[0] != region.split[1] or region.tokens != region.split[0]:
+        return None
+
+    def local(xs: Sequence[Array], kernels: Sequence[Array]) -> tuple[Array]:
+        x, *scale = xs
+        out = fp8_feed_forward(
+            x,
+            kernels,
+            axis_names=region.tokens,
+            activation=activation,
+            fused=tensor_parallel == "fused",
+            **_normed(scale, norm),
+        )
+        return (out,)
+
+    xs = [x] if norm is None else [x, norm[0]]
+    whole = region.with_vectors(len(xs) - 1, kernel_axes[2])
+    (out,) = whole.run(local, xs, kernels, [_SPLIT])
+    return constrain(out, out_axes, rules)
 
 
 def row_parallel(
@@ -400,6 +468,13 @@ class _Region:
             tokens=tokens,
             implementation=_IMPLEMENTATIONS.get(tensor_parallel or ""),
         )
+
+    def with_vectors(self, count: int, *kernels: tuple[str | None, ...]) -> "_Region":
+        """The same of vectors after `x`, which all devices have, and more kernels."""
+        first, *others = self.shards.in_axes
+        in_axes = (first, *[(None,)] * count, *others, *kernels)
+        shards = dataclasses.replace(self.shards, in_axes=in_axes)
+        return dataclasses.replace(self, shards=shards)
 
     @property
     def axes(self) -> tuple[str, ...]:
