@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxscale.models.stack import REMAT_POLICIES
-from jaxscale.nn import ColumnParallelLinear, Linear, RowParallelLinear
+from jaxscale.nn import MLP, ColumnParallelLinear, Linear, RowParallelLinear
 from jaxscale.sharding import (
     REPLICATED,
     MeshConfig,
@@ -25,6 +25,7 @@ from jaxscale.sharding import (
     row_parallel,
 )
 from jaxscale.sharding.fp8 import E4M3, E5M2, quantize_operand
+from jaxscale.sharding.tensor_parallel import feed_forward
 from pallas_kernels import tuned_configs
 from pallas_kernels.collective_matmul import CollectiveConfig
 from pallas_kernels.mosaic import H200, use_device
@@ -188,6 +189,101 @@ def test_what_is_not_finite_stays_visible(quantization, product, bad):
     assert np.isnan(dx[0, 1]).all() and np.isnan(dw[:, 2]).all()
     w[4, 5] = bad
     assert np.isnan(f(normal(B, T, K), w)[..., 5]).all()
+
+
+NORM = 1 + normal(K, seed=7) / 4
+
+
+def swiglu(x, norm, gate, up, down, rules=REPLICATED, **options):
+    """A normalized feed-forward network whose activations are rounded at once."""
+    out = feed_forward(
+        x,
+        [gate, up, down],
+        kernel_axes=[("embed", "mlp"), ("embed", "mlp"), ("mlp", "embed")],
+        out_axes=("batch", "tokens", "act_embed"),
+        activation="silu",
+        rules=rules,
+        norm=(norm, 0.5),
+        **options,
+    )
+    assert out is not None
+    return out
+
+
+def of_swiglu(seed=0):
+    kernels = [normal(*size, seed=seed + i) for i, size in enumerate([(K, 48)] * 2)]
+    arrays = normal(B, T, K, seed=seed), NORM, *kernels, normal(48, K, seed=seed + 3)
+    return tuple(map(jnp.asarray, arrays))
+
+
+def test_a_feed_forward_network_is_that_of_rounded_operands():
+    given, g = of_swiglu(), normal(B, T, K, seed=5)
+    y, back = jax.jit(lambda *args: jax.vjp(swiglu, *args))(*given)
+    dx, dnorm, dgate, dup, ddown = back(jnp.asarray(g))
+    x, norm, *ws = (np.asarray(a, np.float64) for a in given)
+    x, g = x.reshape(-1, K), g.reshape(-1, K)
+    factor = 1 / np.sqrt((x**2).mean(1, keepdims=True) + 0.5)
+    h = x * factor * norm
+    forward, backward = ([rounded(w, "x", axis) for w in ws] for axis in (0, 1))
+    z, u = (rounded(h, "x", 1) @ w for w in forward[:2])
+    sigmoid = 1 / (1 + np.exp(-z))
+    a = z * sigmoid * u
+    da = rounded(g, "g", 1) @ backward[2].T
+    dz, du = da * u * sigmoid * (1 + z * (1 - sigmoid)), da * z * sigmoid
+    dz8, du8 = np.split(rounded(np.concatenate([dz, du], 1), "g", 1), 2, axis=1)
+    dh = dz8 @ backward[0].T + du8 @ backward[1].T
+    scaled = dh * norm
+    exact = {
+        "y": (y, rounded(a, "x", 1) @ forward[2]),
+        "dx": (
+            dx,
+            factor * (scaled - x * factor**2 * (scaled * x).mean(1, keepdims=True)),
+        ),
+        "dnorm": (dnorm, (dh * x * factor).sum(0)),
+        "dgate": (dgate, rounded(h, "x", 0).T @ rounded(dz, "g", 0)),
+        "dup": (dup, rounded(h, "x", 0).T @ rounded(du, "g", 0)),
+        "ddown": (ddown, rounded(a, "x", 0).T @ rounded(g, "g", 0)),
+    }
+    for name, (found, wanted) in exact.items():
+        # Sums in another order may round a number to its neighbor.
+        assert relative_error(found.reshape(wanted.shape), wanted) < 0.02, name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "rules", "tensor_parallel"),
+    [
+        ({"fsdp": 2, "tensor": 2}, "auto", fsdp_tp(), "fused"),
+        ({"fsdp": 2, "tensor": 2}, "explicit", fsdp_tp(), "xla"),
+        *exhaustive(({"data": 2, "fsdp": 2}, "auto", fsdp(), None)),
+    ],
+)
+def test_devices_share_a_feed_forward_network(sizes, kind, rules, tensor_parallel):
+    g = jnp.asarray(normal(B, T, K, seed=5))
+
+    def run(*args, **options):
+        f = partial(swiglu, tensor_parallel=tensor_parallel, **options)
+        y, back = jax.vjp(f, *args)
+        return y, back(g)
+
+    expected = jax.jit(run)(*of_swiglu())
+    count = int(np.prod(list(sizes.values())))
+    config = MeshConfig(**sizes, axis_type=kind)
+    with jax.set_mesh(make_mesh(config, jax.devices()[:count])):
+        found = jax.jit(partial(run, rules=rules))(*of_swiglu())
+    for actual, exact in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert relative_error(actual, exact) < 0.02
+
+
+def test_tokens_that_are_not_split_take_two_regions():
+    """Devices that share features and sum whole tokens."""
+    rules = dataclasses.replace(fsdp_tp(), tokens=None)
+    config = MeshConfig(tensor=2)
+    layer = MLP(K, 48, rules=rules, quantization="fp8", rngs=nnx.Rngs(0))
+    x = jnp.asarray(normal(B, T, K))
+    alone = MLP(K, 48, quantization="fp8", rngs=nnx.Rngs(0))(x)
+    with jax.set_mesh(make_mesh(config, jax.devices()[:2])):
+        found = jax.jit(lambda layer, x: layer(x))(layer, x)
+    assert relative_error(found, alone) < TOLERANCE
 
 
 def network(params, x, *, rules, tensor_parallel, quantization):
