@@ -85,6 +85,10 @@ type Fp8 = Literal["fp8", "fp8_tensorwise"] | None
 type Norm = tuple[Array, float] | None
 """The factors [K] of an RMS norm, fp32, and what is added to the mean square."""
 
+type Stored = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+"""For each weight the mesh axes over which its rows, and its columns, are stored in
+parts. One of both is whole."""
+
 _NAMES = ("fp8", "fp8_tensorwise", None)
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -255,11 +259,60 @@ class _Form(NamedTuple):
     """Of the RMS norm before the matmul, if there is one."""
     activation: str = ""
     """Of the gate of a feed-forward network."""
+    stored: Stored = ()
+    """Of each weight, if some are in parts."""
+
+    def part(self, start: int, stop: int | None = None) -> "_Form":
+        """The form of some of the weights."""
+        return self._replace(stored=self.stored[start:stop])
 
 
-def _weight(w: Array, dtype: DTypeLike, form: _Form) -> Scaled:
-    """[K, N], rounded to the type of the computation and then to fp8."""
-    return quantize_operand(w, E4M3, form.quantization, through=dtype)
+def _weights(
+    ws: Sequence[Array], dtype: DTypeLike, form: _Form, *, turned: bool
+) -> list[Scaled]:
+    """[K, N] each, or transposed, rounded to `dtype` and then to fp8, and gathered."""
+    found = []
+    for w, (rows, columns) in zip(ws, form.stored or _WHOLE * len(ws), strict=True):
+        x = quantize_operand(w, E4M3, form.quantization, through=dtype)
+        if columns:  # scales of rows are not known before those of others
+            most = _largest_of(x.scale, columns) * float(jnp.finfo(E4M3).max)
+            x = _transposed(x)._replace(largest=most)
+        if names := rows or columns:
+            data, scale = (
+                jax.lax.all_gather(part, names, axis=0, tiled=True)
+                for part in (x.data, x.scale)
+            )
+            largest = x.largest if columns else _largest_everywhere(x, names)
+            x = Scaled(data, scale, largest)
+        found.append(x if turned == bool(columns) else _transposed(x))
+    return found
+
+
+_WHOLE: Stored = (((), ()),)
+
+
+def _gradients_of_weights(
+    ws: Sequence[Array],
+    columns: Sequence[Scaled],
+    gs: Sequence[Scaled],
+    dtype: DTypeLike,
+    form: _Form,
+) -> tuple[Array, ...]:
+    """``columns @ g`` for each weight, the parts that are stored here."""
+    found = []
+    stored = form.stored or _WHOLE * len(ws)
+    for w, x, g, (rows, features) in zip(ws, columns, gs, stored, strict=True):
+        if names := rows or features:
+            dw = jax.lax.psum_scatter(
+                _product(x, g, dtype),
+                names,
+                scatter_dimension=0 if rows else 1,
+                tiled=True,
+            )
+            found.append(dw.astype(w.dtype))
+        else:
+            found.append(_product(x, g, w.dtype))
+    return tuple(found)
 
 
 def _operands(xs: Sequence[Array], dtype: DTypeLike, form: _Form) -> list[Scaled]:
@@ -377,7 +430,7 @@ def _column_forward(
     form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
 ) -> tuple[Any, Any]:
     kept = _kept(_input(x, norm, form))
-    weights = [_transposed(_weight(w, x.dtype, form)) for w in ws]
+    weights = _weights(ws, x.dtype, form, turned=True)
     outs, _ = _gather_and_multiply(_read(kept), weights, x.dtype, form)
     outs = tuple(checkpoint_name(out, OUT_NAME) for out in outs)
     like = jnp.zeros((), x.dtype)
@@ -394,14 +447,15 @@ def _column_gradients(
     """Gradients by those of the results, in both layouts."""
     kept, x, norm, ws, like = kept
     columns = _transposed(_rows(_gathered(_read(kept), form.names)))  # [K, M]
-    joined = [_joined(ws)] if len(ws) > 1 and form.fused else ws
-    ws8 = [_weight(w, like.dtype, form) for w in joined]
-    dws = [_product(columns, g, w.dtype) for w, g in zip(ws, turned, strict=True)]
+    dws = _gradients_of_weights(ws, [columns] * len(ws), turned, like.dtype, form)
+    if len(ws) > 1 and form.fused:
+        ws, form = [_joined(ws)], form.part(0, 1)
+    ws8 = _weights(ws, like.dtype, form, turned=False)
     dx = _multiply_and_scatter(parts, ws8, like.dtype, form)
     if norm is None:
-        return dx, None, tuple(dws)
+        return dx, None, dws
     _, back = jax.vjp(functools.partial(_normalized, eps=form.eps), x, norm)
-    return *back(dx.astype(jnp.float32)), tuple(dws)
+    return *back(dx.astype(jnp.float32)), dws
 
 
 _column.defvjp(_column_forward, _column_backward)
@@ -423,8 +477,8 @@ def _row_of(
     form: _Form, xs: Sequence[Scaled], ws: tuple[Array, ...], dtype: DTypeLike
 ) -> tuple[Any, Any]:
     kept = [_kept(x) for x in xs]
-    joined = [jnp.concatenate(ws)] if form.fused else ws
-    ws8 = [_transposed(_weight(w, dtype, form)) for w in joined]
+    joined, one = ([jnp.concatenate(ws)], form.part(0, 1)) if form.fused else (ws, form)
+    ws8 = _weights(joined, dtype, one, turned=True)
     out = _multiply_and_scatter([_read(x) for x in kept], ws8, dtype, form)
     return checkpoint_name(out, OUT_NAME), (kept, ws, jnp.zeros((), dtype))
 
@@ -432,14 +486,12 @@ def _row_of(
 def _row_backward(form: _Form, kept: Any, g: Array) -> Any:
     xs, ws, like = kept
     part = quantize_operand(g, E5M2, form.quantization, form.names)
-    weights = [_weight(w, like.dtype, form) for w in ws]
+    weights = _weights(ws, like.dtype, form, turned=False)
     dxs, whole = _gather_and_multiply(part, weights, like.dtype, form)
     columns = _transposed(_rows(whole))
-    dws = [
-        _product(_transposed(_rows(x)), columns, w.dtype)
-        for x, w in zip(map(_read, xs), ws, strict=True)
-    ]
-    return tuple(dxs), tuple(dws)
+    turned = [_transposed(_rows(_read(x))) for x in xs]
+    gs = [columns] * len(ws)
+    return tuple(dxs), _gradients_of_weights(ws, turned, gs, like.dtype, form)
 
 
 _row.defvjp(_row_forward, _row_backward)
@@ -459,21 +511,21 @@ def _feed_forward(
 def _feed_forward_forward(
     form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
 ) -> tuple[Any, Any]:
-    (gate, up), column = _column_forward(form, x, norm, ws[:2])
+    (gate, up), column = _column_forward(form.part(0, 2), x, norm, ws[:2])
     hidden = quantize_gated(*_matrices(gate, up), E4M3, activation=form.activation)
-    out, row = _row_of(form, [_shaped(hidden, gate)], ws[2:], x.dtype)
+    out, row = _row_of(form.part(2), [_shaped(hidden, gate)], ws[2:], x.dtype)
     return out, (gate, up, column, row)
 
 
 def _feed_forward_backward(form: _Form, kept: Any, g: Array) -> Any:
     gate, up, column, row = kept
-    (hidden,), down = _row_backward(form, row, g)
+    (hidden,), down = _row_backward(form.part(2), row, g)
     both = quantize_gated_gradients(
         *_matrices(gate, up, hidden), E5M2, activation=form.activation
     )
     parts = [_shaped(rows, gate) for rows in both]
     turned = [_transposed(_rows(part)) for part in parts]
-    dx, norm, ws = _column_gradients(form, column, parts, turned)
+    dx, norm, ws = _column_gradients(form.part(0, 2), column, parts, turned)
     return dx, norm, (*ws, *down)
 
 
@@ -482,12 +534,13 @@ _feed_forward.defvjp(_feed_forward_forward, _feed_forward_backward)
 
 def fp8_all_gather_matmul(
     x: Float[Array, "B T K"],
-    kernels: Sequence[Float[Array, "K _N"]],
+    kernels: Sequence[Float[Array, "_K _N"]],
     *,
     axis_names: tuple[str, ...],
     quantization: Fp8,
     fused: bool = False,
     norm: Norm = None,
+    stored: Stored = (),
 ) -> tuple[Float[Array, "B all_T _N"], ...]:
     """``norm(x) @ kernel`` for each kernel and the tokens of all devices.
 
@@ -502,26 +555,32 @@ def fp8_all_gather_matmul(
         fused: Take kernels that communicate, over one axis, where they were tuned and
             are not slower than XLA.
         norm: An RMS norm of x, with a scale per row, or None.
+        stored: Over what each kernel is stored in parts, which are gathered in fp8, and
+            to which gradients are reduce-scattered. Scales are per row, and with
+            `fused` the same for all, none along the features of the result.
     """
     scale, eps = norm or (None, 0.0)
-    form = _Form(quantization, axis_names, fused and len(axis_names) == 1, eps)
+    fused = fused and len(axis_names) == 1
+    form = _Form(quantization, axis_names, fused, eps, stored=stored)
     return _column(form, x, scale, tuple(kernels))
 
 
 def fp8_matmul_reduce_scatter(
     xs: Sequence[Float[Array, "B T _K"]],
-    kernels: Sequence[Float[Array, "_K N"]],
+    kernels: Sequence[Float[Array, "_K _N"]],
     *,
     axis_names: tuple[str, ...],
     quantization: Fp8,
     fused: bool = False,
+    stored: Stored = (),
 ) -> Float[Array, "B own_T N"]:
     """``sum_i xs[i] @ kernels[i]``, reduce-scattered over the tokens.
 
     The arguments are those of `fp8_all_gather_matmul`; without axes the result is this
     device's own sum. Gradients of the result are all-gathered in fp8.
     """
-    form = _Form(quantization, axis_names, fused and len(axis_names) == 1)
+    fused = fused and len(axis_names) == 1
+    form = _Form(quantization, axis_names, fused, stored=stored)
     return _row(form, tuple(xs), tuple(kernels))
 
 
@@ -533,6 +592,7 @@ def fp8_feed_forward(
     activation: str,
     fused: bool = False,
     norm: Norm = None,
+    stored: Stored = (),
 ) -> Float[Array, "B T K"]:
     """``(activation(norm(x) @ gate) * (norm(x) @ up)) @ down``, with a scale per row.
 
@@ -547,7 +607,9 @@ def fp8_feed_forward(
         activation: A name in `pallas_kernels.matmul.ACTIVATIONS`.
         fused: As of `fp8_all_gather_matmul`.
         norm: An RMS norm of x, or None.
+        stored: As of `fp8_all_gather_matmul`.
     """
     scale, eps = norm or (None, 0.0)
-    form = _Form("fp8", axis_names, fused and len(axis_names) == 1, eps, activation)
+    fused = fused and len(axis_names) == 1
+    form = _Form("fp8", axis_names, fused, eps, activation, stored)
     return _feed_forward(form, x, scale, tuple(kernels))

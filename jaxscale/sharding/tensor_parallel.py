@@ -38,6 +38,7 @@ from jaxscale.sharding import decode_all_reduce
 from jaxscale.sharding.fp8 import (
     Fp8,
     Norm,
+    Stored,
     check_fp8,
     fp8_all_gather_matmul,
     fp8_feed_forward,
@@ -139,6 +140,7 @@ def column_parallel(
             axis_names=region.tokens,
             quantization=quantization,
             fused=tensor_parallel == "fused",
+            stored=region.stored,
         )
     elif region is not None and region.tokens == region.axes:
         product = functools.partial(all_gather_matmul, **region.options)
@@ -205,6 +207,9 @@ def feed_forward(
     if region.split[0] != region.split[1] or region.tokens != region.split[0]:
         return None
 
+    xs = [x] if norm is None else [x, norm[0]]
+    region = region.with_vectors(len(xs) - 1, kernel_axes[2])
+
     def local(xs: Sequence[Array], kernels: Sequence[Array]) -> tuple[Array]:
         x, *scale = xs
         out = fp8_feed_forward(
@@ -213,13 +218,12 @@ def feed_forward(
             axis_names=region.tokens,
             activation=activation,
             fused=tensor_parallel == "fused",
+            stored=region.stored,
             **_normed(scale, norm),
         )
         return (out,)
 
-    xs = [x] if norm is None else [x, norm[0]]
-    whole = region.with_vectors(len(xs) - 1, kernel_axes[2])
-    (out,) = whole.run(local, xs, kernels, [_SPLIT])
+    (out,) = region.run(local, xs, kernels, [_SPLIT])
     return constrain(out, out_axes, rules)
 
 
@@ -309,6 +313,7 @@ def row_parallel(
             axis_names=names if scatters else (),
             quantization=quantization,
             fused=tensor_parallel == "fused",
+            stored=region.stored,
         )
         return (jax.lax.psum(out, names) if names and not scatters else out,)
 
@@ -404,6 +409,8 @@ class _Region:
     tokens: tuple[str, ...]
     """The mesh axes of several devices that split the tokens outside of the region."""
     implementation: str | None
+    stored: Stored
+    """How the kernels are stored, if they are gathered in fp8."""
 
     @classmethod
     def of(
@@ -461,20 +468,42 @@ class _Region:
         if tokens and not rows:
             in_axes[0] = _SPLIT
             shards = dataclasses.replace(shards, in_axes=tuple(in_axes))
-        return cls(
+        region = cls(
             shards=shards,
             features=features,
             split=split,
             tokens=tokens,
             implementation=_IMPLEMENTATIONS.get(tensor_parallel or ""),
+            stored=(),
         )
+        if quantization != "fp8":
+            return region
+        fused = tensor_parallel == "fused" and len(kernels) > 1
+        stored = region.storage(kernel_axes)
+        # A kernel joins its weights along the other axis than that of their parts.
+        joins = fused and any(each != stored[0] or each[not rows] for each in stored)
+        return dataclasses.replace(region, stored=() if joins else stored)
 
     def with_vectors(self, count: int, *kernels: tuple[str | None, ...]) -> "_Region":
         """The same of vectors after `x`, which all devices have, and more kernels."""
         first, *others = self.shards.in_axes
         in_axes = (first, *[(None,)] * count, *others, *kernels)
         shards = dataclasses.replace(self.shards, in_axes=in_axes)
-        return dataclasses.replace(self, shards=shards)
+        stored = self.stored and (*self.stored, *self.storage(kernels))
+        return dataclasses.replace(self, shards=shards, stored=stored)
+
+    def storage(self, kernel_axes: Sequence[tuple[str | None, ...]]) -> Stored:
+        """The mesh axes over which rows and columns of kernels are stored in parts."""
+        storing, sizes = (
+            self.shards.free.difference(*self.split),
+            self.shards.mesh.shape,
+        )
+
+        def names(axis: str | None) -> tuple[str, ...]:
+            found = self.shards.names(axis)
+            return tuple(n for n in found if n in storing and sizes[n] > 1)
+
+        return tuple((names(rows), names(columns)) for rows, columns in kernel_axes)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -498,21 +527,17 @@ class _Region:
     ) -> tuple[Array, ...]:
         """``product(xs, kernels)`` of each device's shards, with unsharded kernels.
 
-        Those that are stored in parts are gathered in the type of `xs`.
+        Those that are stored in parts are gathered in the type of `xs`, unless
+        `stored` leaves that to `product`.
         """
         shards, count = self.shards, len(xs)
         storing = shards.free.difference(*self.split)
-        stored = {axis for axes in shards.in_axes[count:] for axis in axes}
-        if any(
-            name in storing and shards.mesh.shape[name] > 1
-            for axis in stored
-            for name in shards.names(axis)
-        ):
+        if not self.stored and any(map(any, self.storage(shards.in_axes[count:]))):
             kernels = [w.astype(xs[0].dtype) for w in kernels]
         args = shards.place([*xs, *kernels])
         return shards.over(
             lambda *args: product(args[:count], args[count:]),
             out_axes,
-            parameters=range(count, len(args)),
+            parameters=() if self.stored else range(count, len(args)),
             storing=storing,
         )(*args)
