@@ -193,7 +193,7 @@ def quantize_gated_gradients(
         g: [M,K], of the same type: the gradient of the product.
         dtype: float8_e4m3fn or float8_e5m2.
         activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
-        implementation: as of `quantize_rows`.
+        implementation: as of `quantize_rows`; the kernel takes ``"silu"``.
 
     Returns:
         The gradients of `gate` and of `up`.

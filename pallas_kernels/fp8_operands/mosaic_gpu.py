@@ -167,6 +167,11 @@ def quantize_gated_gradients(
         Unsupported: types or shape do not fit.
     """
     _check_rows(gate, gate.dtype)
+    if activation != "silu":
+        raise Unsupported(
+            f"quantize_gated_gradients: activation {activation!r}, the kernel takes"
+            " 'silu'; use implementation='xla'"
+        )
     (m, k), through = gate.shape, gate.dtype
     width, layout = _row_layout(k, through)
     lines = k // width
@@ -193,8 +198,9 @@ def quantize_gated_gradients(
                     for ref in in_refs
                 )
                 z, u, d = (x.astype(jnp.float32) for x in (z, u, d))
-                a, back = jax.vjp(KERNEL_ACTIVATIONS[activation], z)
-                found = [x.astype(through) for x in (*back(d * u), d * a)]
+                sigmoid = jax.nn.sigmoid(z)
+                slope = sigmoid * (1 + z * (1 - sigmoid))
+                found = [x.astype(through) for x in (d * u * slope, d * z * sigmoid)]
                 for j, x in enumerate(found):
                     held[j, part] = x
                 sizes = [jnp.abs(x) for x in found]
@@ -261,8 +267,10 @@ def _round_rows(
     """
     m, k = operands[0].shape
     width, layout = _row_layout(k, operands[0].dtype)
-    rows = min(m, max(1, MOST_COLUMNS // (k * len(operands))))
-    at_a_time = (3 if k <= _WIDEST_OF_THREE else 2) * device.num_sms
+    held = k * (2 * len(operands) - 1 + len(vectors))  # in registers
+    rows = min(m, max(1, MOST_COLUMNS // held))
+    few = k * len(operands) <= _WIDEST_OF_THREE
+    at_a_time = (3 if few else 2) * device.num_sms
     turns = pl.cdiv(pl.cdiv(m, rows), at_a_time)
     blocks = pl.cdiv(pl.cdiv(m, rows), turns)
     shape = (k // width, width)

@@ -330,6 +330,8 @@ def value_and_grads(params, x, **options):
             ({"data": 2, "tensor": 4}, "auto", fsdp_tp(), None, "fp8"),
             ({"data": 2, "fsdp": 2}, "auto", fsdp(), None, "fp8_tensorwise"),
         ),
+        # Of two kernels rows are stored in parts, of two columns.
+        ({"data": 2, "fsdp": 2}, "auto", fsdp(), None, "fp8"),
         # Tokens stay whole, so sums go to every device.
         (
             {"data": 2, "tensor": 2},
@@ -371,6 +373,19 @@ def test_tokens_and_gradients_are_gathered_in_fp8():
         "f8E4M3FN",
         "f8E5M2",
     }
+
+
+def test_weights_stored_in_parts_are_gathered_in_fp8():
+    options = {"rules": fsdp(), "tensor_parallel": None, "quantization": "fp8"}
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=4), jax.devices()[:4])):
+        loss = lambda p, x: network(p, x, **options).sum()  # noqa: E731
+        f = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        text = f.lower(PARAMS, normal(B, T, K)).as_text()
+    gathers = re.findall(r"all_gather.*-> tensor<([\w]+)>", text)
+    matrices = [shape.split("x")[-1] for shape in gathers if shape.count("x") == 2]
+    # Four weights, in the forward pass and in the backward pass.
+    assert matrices == ["f8E4M3FN"] * 8
+    assert text.count("reduce_scatter") == 4
 
 
 def kept_types(policy=None):
