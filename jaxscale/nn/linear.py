@@ -171,8 +171,7 @@ class Linear(nnx.Module):
     def factor(self) -> Float[Array, "in out"]:
         """The kernel as `column_parallel` and `row_parallel` take it.
 
-        Matmuls in fp8 round it themselves, so that its gradient is not rounded before
-        it reaches the parameter.
+        Matmuls in fp8 round it themselves, in the pass that reads it.
         """
         return self.weight if self.quantization is None else self.kernel[...]
 

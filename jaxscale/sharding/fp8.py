@@ -298,20 +298,15 @@ def _gradients_of_weights(
     dtype: DTypeLike,
     form: _Form,
 ) -> tuple[Array, ...]:
-    """``columns @ g`` for each weight, the parts that are stored here."""
+    """``columns @ g`` for each weight, rounded to `dtype`: the parts stored here."""
     found = []
     stored = form.stored or _WHOLE * len(ws)
     for w, x, g, (rows, features) in zip(ws, columns, gs, stored, strict=True):
+        dw = _product(x, g, dtype)
         if names := rows or features:
-            dw = jax.lax.psum_scatter(
-                _product(x, g, dtype),
-                names,
-                scatter_dimension=0 if rows else 1,
-                tiled=True,
-            )
-            found.append(dw.astype(w.dtype))
-        else:
-            found.append(_product(x, g, w.dtype))
+            along = 0 if rows else 1
+            dw = jax.lax.psum_scatter(dw, names, scatter_dimension=along, tiled=True)
+        found.append(dw.astype(w.dtype))
     return tuple(found)
 
 
@@ -544,8 +539,8 @@ def fp8_all_gather_matmul(
 ) -> tuple[Float[Array, "B all_T _N"], ...]:
     """``norm(x) @ kernel`` for each kernel and the tokens of all devices.
 
-    Tokens are quantized once, and all-gathered in fp8. Gradients of the kernels have
-    the type of the kernels.
+    Tokens are quantized once, and all-gathered in fp8. Gradients of the kernels are
+    rounded to the type of x, as those of other layers are.
 
     Args:
         x: Activations of this device.
