@@ -46,6 +46,9 @@ from pallas_kernels.decode_layer import LayerWeights, NextProjection, decode_lay
 from pallas_kernels.decode_layer.specs import SPECS as DECODE_LAYER
 from pallas_kernels.fp8_operands import (
     quantize_and_transpose,
+    quantize_gated,
+    quantize_gated_gradients,
+    quantize_rms_norm,
     quantize_rows,
     transpose,
     transpose_rows,
@@ -336,6 +339,23 @@ def fp8_operand_cases() -> Iterator[Case]:
             return *found, transpose(found[0], **options)
 
         yield Case(f"{spec.name}_per_tensor", both, (x, array(dtype=FP32)))
+        if spec.x_dtype != "bfloat16" or spec.dtype != "float8_e4m3fn":
+            continue
+
+        def gated(gate, up, g):
+            gate_options = {"activation": "silu", **options}
+            return (
+                quantize_gated(gate, up, "float8_e4m3fn", **gate_options),
+                quantize_gated_gradients(gate, up, g, "float8_e5m2", **gate_options),
+            )
+
+        def norm(x, weight):
+            return quantize_rms_norm(x, weight, "float8_e4m3fn", eps=1e-5, **options)
+
+        if "mlp" in spec.name:
+            yield Case(f"{spec.name}_gated", gated, (x, x, x))
+        elif "hidden" in spec.name:
+            yield Case(f"{spec.name}_norm", norm, (x, array(spec.k, dtype=FP32)))
 
 
 def layer_norm_cases() -> Iterator[Case]:
