@@ -137,10 +137,15 @@ def paged_varlen_attention(
         layers are one array, which the layers of a model update in place.
     """
     q, pages = jnp.asarray(q), jnp.asarray(pages)
-    integers = (
-        jnp.asarray(a, jnp.int32) for a in (layer, table, cu_seqlens_q, lengths)
+    x = PagedInputs(
+        q,
+        pages,
+        layer=jnp.asarray(layer, jnp.int32),
+        table=jnp.asarray(table, jnp.int32),
+        cu_q=jnp.asarray(cu_seqlens_q, jnp.int32),
+        lengths=jnp.asarray(lengths, jnp.int32),
+        kv_scales=kv_scales,
     )
-    x = PagedInputs(q, pages, *integers, kv_scales)
     _check(x)
     left = None if window is None else window - 1
     capacity = x.table.shape[1] * pages.shape[4]

@@ -180,7 +180,9 @@ def test_prompts_and_logits(key):
     # Keys and values that a prefill reads are nowhere but in their pages.
     assert not any("18432" in s for s in shapes), shapes
     assert [kernel for kernel in found.kernels if kernel.spilled] == []
-    assert not any(s.startswith("bf16[2,512,") for s in shapes), shapes
+    # Pages are written where tokens are, and in no other place.
+    pages = [w for w in found.written(MIB) if w.shape.startswith("bf16[2,512,")]
+    assert all(w.size <= 8 * MIB for w in pages), pages
 
 
 def test_the_estimate_of_memory_is_above_what_programs_need():
