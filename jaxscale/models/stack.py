@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.checks import check_choice
 from jaxscale.nn.attention import AttentionConfig
-from jaxscale.nn.blocks import Block, Unnormalized
+from jaxscale.nn.blocks import Block
 from jaxscale.nn.context import packed_attention_saveable
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.self_attention import AttentionState, Packed
@@ -32,7 +32,7 @@ from pallas_kernels.matmul.dense import OUT_NAME as DENSE_NAME
 from pallas_kernels.tile_sparse_matmul.passes import OUT_NAME as TILE_SPARSE_NAME
 
 
-type _Carry = tuple[Any, tuple[Any, ...]]
+type _Carry = tuple[Array, tuple[Any, ...]]
 """The residual stream, and the carried part of the state."""
 type _Layer = tuple[Block, Array | None]
 """A block, and whether it is active."""
@@ -139,7 +139,7 @@ def single_block(blocks: Block, layer: int) -> Block:
 
 def run_stack[State: AttentionState](
     blocks: Block | Sequence[Block],
-    x: Float[Array, "B T D"] | Unnormalized,
+    x: Float[Array, "B T D"],
     state: State,
     *,
     variants: Sequence[AttentionConfig | None],
@@ -148,8 +148,8 @@ def run_stack[State: AttentionState](
     order: Sequence[int] | None = None,
     keep_gathered: bool = False,
     active: Bool[Array, "L"] | None = None,
-    call: Callable[[Block, Any, State], tuple[Any, State]] | None = None,
-) -> tuple[Any, State]:
+    call: Callable[[Block, Array, State], tuple[Array, State]] | None = None,
+) -> tuple[Float[Array, "B T D"], State]:
     """Run all blocks in turn, ``x, state = block(x, state)``.
 
     Args:
@@ -276,12 +276,9 @@ _parts.defvjp(lambda stack: (_parts(stack), None), _joined)
 def _as_computed(blocks: Block) -> Block:
     """A stack whose matrices have the type in which they are multiplied.
 
-    That is the type of their gradients, which are kept in it until they are used. fp8
-    layers round the parameters themselves, and their gradients are fp32.
+    That is the type of their gradients, which are kept in it until they are used.
     """
     layer: Any = blocks.mlp.down
-    if getattr(layer, "quantization", None) is not None:
-        return blocks
     return jax.tree.map(
         lambda x: x.astype(layer.dtype) if x.ndim > 2 else x,  # [L, in, out]
         blocks,
@@ -292,7 +289,7 @@ def _as_computed(blocks: Block) -> Block:
 def _run_block(
     block: Block,
     values: Block | None,
-    x: Array | Unnormalized,
+    x: Array,
     carried: tuple[Any, ...],
     state: AttentionState,
     layer: Array,
@@ -311,13 +308,14 @@ def _run_block(
     def run(
         block: Block,
         values: Block | None,
-        x: Any,
+        x: Array,
         carried: tuple[Any, ...],
         state: AttentionState,
     ) -> _Carry:
         if values is not None:
             place = None if remat == "none" else _place(block, layer, x)
-            block = jax.tree.map(functools.partial(_read, place), block, values)
+            read = functools.partial(_read, _in_fp8(block), place)
+            block = jax.tree.map(read, block, values)
         x, after = block(x, state.carrying(carried).at(layer, variant))
         return x, after.carried
 
@@ -327,17 +325,32 @@ def _run_block(
     return kept(block, values, x, carried, state)
 
 
-@jax.custom_vjp
-def _read(place: Array | None, part: Array, values: Array) -> Array:
-    """``values``, or ``values[place]``, with the type and the gradient of `part`."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _read(as_stored: bool, place: Array | None, part: Array, values: Array) -> Array:
+    """``values``, or ``values[place]``, with the gradient of `part`, and its type.
+
+    Layers in fp8 round what they read themselves, and read it `as_stored`.
+    """
     if place is not None:
         values = jax.lax.dynamic_index_in_dim(values, place, keepdims=False)
-    return values.astype(part.dtype)
+    return values if as_stored else values.astype(part.dtype)
 
 
-_read.defvjp(
-    lambda *args: (_read(*args), None), lambda _, gradient: (None, gradient, None)
-)
+def _read_forward(
+    as_stored: bool, place: Array | None, part: Array, values: Array
+) -> tuple[Any, Any]:
+    return _read(as_stored, place, part, values), jnp.zeros((), part.dtype)
+
+
+def _read_backward(_: bool, like: Any, gradient: Any) -> tuple[None, Any, None]:
+    return None, gradient.astype(like.dtype), None
+
+
+_read.defvjp(_read_forward, _read_backward)
+
+
+def _in_fp8(block: Block) -> bool:
+    return getattr(block.mlp.down, "quantization", None) is not None
 
 
 def _place(block: Block, layer: Array, x: Array) -> Array:
@@ -348,7 +361,7 @@ def _place(block: Block, layer: Array, x: Array) -> Array:
     is, it would rather convert the whole stack, for each layer, and where it may read
     all of them at once, it keeps them all.
     """
-    if getattr(block.mlp.down, "quantization", None) is not None:
+    if _in_fp8(block):
         return layer
     return jax.lax.optimization_barrier((layer, jax.lax.stop_gradient(x)))[0]
 

@@ -24,8 +24,10 @@ from jaxscale.nn.linear import (
     ColumnParallelLinear,
     Linear,
     RowParallelLinear,
+    norm_in_fp8,
     project_and_sum,
     project_together,
+    rounds_rows,
 )
 from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.nn.self_attention import Attention, AttentionState, attention_state
@@ -38,8 +40,7 @@ from jaxscale.sharding.decode_all_reduce import reduce_through
 from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
-from jaxscale.sharding.tensor_parallel import TensorParallel
-from pallas_kernels.matmul import norm_dense
+from jaxscale.sharding.tensor_parallel import TensorParallel, feed_forward
 from pallas_kernels.matmul.activations import activate
 
 
@@ -162,10 +163,19 @@ class MLP(nnx.Module):
             return (None,) * len(self.inputs)
         return (self.activation,)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Transform each token; all-gather the input and reduce-scatter the result."""
+    def __call__(
+        self, x: Float[Array, "B T D"], norm: RMSNorm | LayerNorm | None = None
+    ) -> Float[Array, "B T D"]:
+        """Transform each token; all-gather the input and reduce-scatter the result.
+
+        Args:
+            x: Activations.
+            norm: A norm of `x` before the layers.
+        """
         if not self.is_sparse:
-            return self.down(self.hidden(x))
+            out = self._in_fp8(x, norm)
+            return self.down(self.hidden(x, norm)) if out is None else out
+        x = x if norm is None else norm(x)
         # Activations between sparse layers stay feature-major.
         x = constrain(x, ("batch", None, "act_embed"), self.down.rules)
         projected = [
@@ -175,9 +185,34 @@ class MLP(nnx.Module):
         down: Any = self.down
         return down(self.join(projected, along=0), feature_major=(True, False))
 
-    def hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+    def _in_fp8(self, x: Array, norm: RMSNorm | LayerNorm | None) -> Array | None:
+        """The result if the whole network rounds what it computes as it goes."""
+        layers = gate, up, down = self.gate, self.up, self.down
+        if (
+            not rounds_rows(layers, x.dtype)
+            or self.joined is not None
+            or gate.bias is not None
+            or up.bias is not None
+        ):
+            return None
+        x, rms = norm_in_fp8(norm, layers, x)
+        out = feed_forward(
+            x,
+            [layer.factor for layer in layers],
+            kernel_axes=[layer.kernel_axes for layer in layers],
+            out_axes=down.out_axes,
+            activation=GATED[self.activation],
+            rules=down.rules,
+            tensor_parallel=down.tensor_parallel,
+            norm=rms,
+        )
+        return None if out is None else down.add_bias(out)
+
+    def hidden(
+        self, x: Float[Array, "B T D"], norm: RMSNorm | LayerNorm | None = None
+    ) -> Float[Array, "B T F"]:
         """Return the input of `down`, if not all layers are sparse."""
-        return self.join(project_together(self.inputs, x, self.activations))
+        return self.join(project_together(self.inputs, x, self.activations, norm))
 
     @property
     def is_sparse(self) -> bool:
@@ -325,54 +360,6 @@ def norm_of_sum(
     return norm(residual.astype(jnp.float32) + layer(h).astype(jnp.float32))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Unnormalized:
-    """A residual stream whose norm is left to the matmuls that read it.
-
-    With few tokens the norm takes less time than the launch of its kernel. In inference
-    on one device post-norm blocks take this and return it.
-    """
-
-    total: Float[Array, "B T D"]
-    """The sum that is to be normalized."""
-    norm: LayerNorm
-    """Its norm."""
-
-    def normalized(self) -> Float[Array, "B T D"]:
-        """The residual stream."""
-        return self.norm(self.total)
-
-    def projected(
-        self, layers: Sequence[Any], activations: Sequence[str | None]
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T _out"], ...]]:
-        """The residual stream and its projections: see `project_together`."""
-        norm, same = self.norm, len({*activations}) == 1
-        if not (same and norm.bias is not None and all(map(_is_plain, layers))):
-            x = self.normalized()
-            return x, project_together(layers, x, activations)
-        return norm_dense(
-            self.total,
-            norm.scale[...],
-            norm.bias[...],
-            [layer.weight for layer in layers],
-            [layer.bias[...].astype(layer.dtype) for layer in layers],
-            eps=norm.eps,
-            activation=activations[0],
-        )
-
-
-def _is_plain(layer: Any) -> bool:
-    """Whether a layer is a matmul and a bias, and nothing else."""
-    return (
-        isinstance(layer, ColumnParallelLinear)
-        and layer.bias is not None
-        and layer.quantization is None
-        and layer.low_rank is None
-        and layer.tensor_parallel is None
-    )
-
-
 class Block(nnx.Module):
     """Transformer block: pre-norm, serial or parallel, or post-norm.
 
@@ -477,8 +464,8 @@ class Block(nnx.Module):
 
     @explain_keywords
     def __call__(
-        self, x: Float[Array, "B T D"] | Unnormalized, state: Any = None
-    ) -> tuple[Any, Any]:
+        self, x: Float[Array, "B T D"], state: Any = None
+    ) -> tuple[Float[Array, "B T D"], Any]:
         """Transform the residual stream `x`.
 
         Args:
@@ -487,56 +474,37 @@ class Block(nnx.Module):
                 made by `attention_state`. None is one sequence per row.
 
         Returns:
-            The residual stream, of the type of `x`, and the state with the keys and
-            values of the tokens.
+            The residual stream, and the state with the keys and values of the tokens.
         """
-        if isinstance(x, Unnormalized):
-            return self._run_unnormalized(x, state)
         if state is None:
             state = attention_state(x.shape[:2], rules=self.attention.rules)
         with reduce_through(state.workspace) as held:
             x, state = self._run(x, state)
         return x, dataclasses.replace(state, workspace=held.workspace)
 
-    def _run_unnormalized[State: AttentionState](
-        self, stream: Unnormalized, state: State
-    ) -> tuple[Unnormalized, State]:
-        attention, mlp = self.attention, self.mlp
-        norms = self.attention_norm, self.mlp_norm
-        assert isinstance(norms[0], LayerNorm) and isinstance(norms[1], LayerNorm)
-        inputs = attention.inputs
-        x, projected = stream.projected(inputs, [None] * len(inputs))
-        attended, state = attention.attend(attention.split_heads(projected), state)
-        total = x + attention.out(attention.join_heads(attended))
-        stream = Unnormalized(total, norms[0])
-        x, projected = stream.projected(mlp.inputs, mlp.activations)
-        total = x + mlp.down(mlp.join(projected))
-        return Unnormalized(total, norms[1]), state
-
     def _run[State: AttentionState](
         self, x: Array, state: State
     ) -> tuple[Array, State]:
         attention, mlp = self.attention, self.mlp
         pre_norm = None if self.post_norm else self.attention_norm
-        h = x if pre_norm is None else pre_norm(x)
         if self.parallel:
             count = len(attention.inputs)
             activations = (*[None] * count, *mlp.activations)
             if self.mlp_norm is None:
                 projected = project_together(
-                    [*attention.inputs, *mlp.inputs], h, activations
+                    [*attention.inputs, *mlp.inputs], x, activations, pre_norm
                 )
             else:
                 projected = [
-                    *project_together(attention.inputs, h),
-                    *project_together(mlp.inputs, self.mlp_norm(x), mlp.activations),
+                    *project_together(attention.inputs, x, norm=pre_norm),
+                    *project_together(mlp.inputs, x, mlp.activations, self.mlp_norm),
                 ]
             heads = attention.split_heads(projected[:count])  # [B, T, N or K, H]
             attended, state = attention.attend(heads, state)
             hidden = attention.join_heads(attended), mlp.join(projected[count:])
             return x + project_and_sum([attention.out, mlp.down], hidden), state
         projected = project_together(
-            attention.inputs, h
+            attention.inputs, x, norm=pre_norm
         )  # [B, T, N H], [B, T, K H] twice
         heads = attention.split_heads(projected)  # [B, T, N or K, H]
         attended, state = attention.attend(heads, state)
@@ -555,7 +523,7 @@ class Block(nnx.Module):
         if self.attention_out_norm is not None:
             attended = self.attention_out_norm(attended)
         x = x + attended
-        h = mlp(x if self.mlp_norm is None else self.mlp_norm(x))
+        h = mlp(x, self.mlp_norm)
         if self.mlp_out_norm is not None:
             h = self.mlp_out_norm(h)
         return x + h, state

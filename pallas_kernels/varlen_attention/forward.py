@@ -31,7 +31,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.fp8_operands import mosaic_gpu as fp8_operands
 from pallas_kernels.mosaic.aliases import Ref, Scalar
-from pallas_kernels.mosaic.copies import chunked, copy_rows, copy_transposed
+from pallas_kernels.mosaic.copies import chunked, copy_rows
 from pallas_kernels.mosaic.device import DeviceSpec
 from pallas_kernels.mosaic.fp8_fragments import ORDER
 from pallas_kernels.mosaic.lanes import store_rows
@@ -50,6 +50,7 @@ from pallas_kernels.varlen_attention.config import (
     query_buffers,
 )
 from pallas_kernels.varlen_attention.inputs import Inputs, Scores
+from pallas_kernels.varlen_attention.key_sources import KeysInRows, KeySource
 from pallas_kernels.varlen_attention.mainloop import (
     ForwardMainloop,
     step_start,
@@ -78,12 +79,12 @@ _FIELDS = ("row", "q0", "rows", "k0", "steps", "first", "last", "offset", "k_end
 
 
 def _fields(problem: Problem) -> tuple[str, ...]:
-    """`_FIELDS`, in 8 bits with what such keys need besides.
-
-    The number of the sequence, whose scales are its own, and the first key: `k0` may
-    lie before it.
+    """`_FIELDS`, with the number of the sequence where each has scales or pages of its
+    own, and in 8 bits the first key: `k0` may lie before it.
     """
     more = ("sequence", "k_first") if problem.fp8 else ()
+    if problem.page is not None:
+        more = ("sequence",)
     return *_FIELDS[:-1], *more, _FIELDS[-1]
 
 
@@ -99,11 +100,12 @@ def tile_fields(
     blocks: ForwardBlocks,
     seq: Sequences,
     index: AnyArray,
+    align: int = 1,
     fp8: bool = False,
 ) -> dict[str, Any]:
     """`_FIELDS` but the last of the tile of a sequence, all of one shape.
 
-    In 8 bits steps start and end at multiples of `LINE` tokens, and there is "k_first".
+    In 8 bits steps end at multiples of `align` tokens, too, and there is "k_first".
 
     Args:
         scores: what queries see.
@@ -111,6 +113,7 @@ def tile_fields(
         seq: the tile's sequence.
         index: which tile of it. If queries see no keys to their right, the last tile,
             which sees the most, is number 0.
+        align: steps begin at multiples of so many keys.
         fp8: whether the values are transposed.
     """
     xp = namespace(seq.q_start)
@@ -121,8 +124,10 @@ def tile_fields(
     q1 = xp.minimum(q0 + block_q, seq.q_end)
     start, stop = interval_of_keys(q0, q1 - 1, seq, scores.window)
     k0, k_total = start, seq.k_total
+    if align > 1:
+        k0 = start - start % align
     if fp8:
-        k0, k_total = start - start % LINE, k_total + -k_total % LINE
+        k_total = k_total + -k_total % align
     steps = xp.maximum(-(-(stop - k0) // block_k), 0)
     if fp8:
         steps = xp.where(start < stop, steps, 0)
@@ -157,7 +162,8 @@ def tile_fields(
 def forward_outputs(x: Inputs, with_rest: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
     """``(out, lse)``, [R, T, N, Hv] and [R, T, N]; and ``rest``, as out, if wanted."""
     dtype = jnp.bfloat16 if x.q.dtype.itemsize == 1 else x.q.dtype
-    out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), dtype)
+    value_dim = x.q.shape[3] if x.v is None else x.v.shape[3]
+    out = jax.ShapeDtypeStruct((*x.q.shape[:3], value_dim), dtype)
     lse = jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
     return (out, lse, out) if with_rest else (out, lse)
 
@@ -188,9 +194,13 @@ def tile_table(
     slots = most_tiles(problem.rows, problem.queries, problem.max_seqs, blocks.block_q)
     cost = (seqs.k_end - seqs.k_start) * seqs.real
     tiles = tile_sequences(seqs.q_start, seqs.q_end, cost, blocks.block_q, slots + 1)
-    seq = tiles.sequences(seqs)
-    fields = tile_fields(scores, blocks, seq, tiles.index, problem.fp8)
-    if problem.fp8:
+    align = LINE if problem.fp8 else 1
+    if problem.page is not None:
+        align = min(problem.page, blocks.block_k)
+    fields = tile_fields(
+        scores, blocks, tiles.sequences(seqs), tiles.index, align, problem.fp8
+    )
+    if "sequence" in _fields(problem):
         xp = namespace(seqs.q_start)
         number = xp.arange(cost.shape[0], dtype=np.int32)
         number = number % np.int32(cost.shape[0] // problem.rows)
@@ -206,8 +216,24 @@ def forward(
     with_rest: bool,
     device: DeviceSpec,
 ) -> tuple[Array, ...]:
-    """Runs the kernel; `forward_outputs`."""
+    """Runs the kernel on packed keys and values; `forward_outputs`."""
     seqs = Sequences.of(x.cu_q, x.packing_of_keys, problem.queries, problem.keys)
+    v = transposed_values(x.v, x.packing_of_keys[:, -1]) if problem.fp8 else x.v
+    held = KeysInRows(x.k, v)
+    return forward_from(held, seqs, problem, scores, blocks, x, with_rest, device)
+
+
+def forward_from(
+    held: KeySource,
+    seqs: Sequences,
+    problem: Problem,
+    scores: Scores,
+    blocks: ForwardBlocks,
+    x: Inputs,
+    with_rest: bool,
+    device: DeviceSpec,
+) -> tuple[Array, ...]:
+    """Runs the kernel on the sequences' keys and values in `held`, not those of `x`."""
     table = constant(tile_table(problem, scores, blocks, seqs), x.q)
     consumers, stages = blocks.consumers, blocks.stages
     chunks, width, ahead = problem.chunks, problem.width, query_buffers(problem)
@@ -226,8 +252,8 @@ def forward(
         terms = (t for t in (x.query_terms, x.key_terms) if t is not None)
         bias = jnp.asarray(relative.table()), *terms
     of_products = (x.score_descale, x.v_descale) if problem.fp8 else None
-    extra, structure = jax.tree.flatten((x.sinks, x.slopes, bias, of_products))
-    v = transposed_values(x.v, x.packing_of_keys[:, -1]) if problem.fp8 else x.v
+    extra, structure = jax.tree.flatten((held, x.sinks, x.slopes, bias, of_products))
+    pieces = held.pieces(problem, blocks)
     return plgpu.kernel(
         functools.partial(_body, problem, scores, blocks, structure, len(extra)),
         out_type=forward_outputs(x, with_rest),
@@ -240,8 +266,10 @@ def forward(
             "q_full": plgpu.Barrier(
                 num_arrivals=chunks, num_barriers=ahead * consumers
             ),
-            "k_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
-            "v_full": plgpu.Barrier(num_arrivals=value_chunks, num_barriers=stages),
+            "k_full": plgpu.Barrier(num_arrivals=chunks * pieces, num_barriers=stages),
+            "v_full": plgpu.Barrier(
+                num_arrivals=value_chunks * pieces, num_barriers=stages
+            ),
             "tile_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
             "q_empty": plgpu.Barrier(num_arrivals=1, num_barriers=ahead * consumers),
             "k_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
@@ -258,7 +286,7 @@ def forward(
         ),
         kernel_name="varlen_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(table, x.q, x.k, v, *extra)
+    )(table, x.q, *extra)
 
 
 def transposed_values(v: Array, ends: Int[AnyArray, " R"]) -> Array:
@@ -304,8 +332,9 @@ A block starts with as many for each thread as the whole file holds for that num
 threads, 168 for 384 and 128 for 512, and what one gives up others may take: more would
 wait forever.
 """
-_THREE_CHUNKS_REGISTERS = (40, 232)
-"""The same for queries and keys of three chunks, with which the producer would spill.
+_WIDE_PRODUCER_REGISTERS = (40, 232)
+"""The same where the producer would spill: for queries and keys of three chunks, and
+keys in pages, whose places it holds.
 """
 
 
@@ -317,19 +346,17 @@ def _body(
     num_extra: int,
     table: Ref,
     q: Ref,
-    k: Ref,
-    v: Ref,
     *refs: Ref,
     **scratch: Ref,
 ) -> None:
     """The kernel: one producer and some consumers."""
-    sinks, slopes, bias, of_products = structure.unflatten(refs[:num_extra])
+    held, sinks, slopes, bias, of_products = structure.unflatten(refs[:num_extra])
     published = *_fields(problem), "head"
     outputs = refs[num_extra:]
     warpgroup = lax.axis_index("warpgroup")
     registers = _REGISTERS[blocks.consumers]
-    if problem.chunks == 3:
-        registers = _THREE_CHUNKS_REGISTERS
+    if problem.chunks == 3 or problem.page is not None:
+        registers = _WIDE_PRODUCER_REGISTERS
     counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
     relative = tile_terms(scores, blocks)
 
@@ -338,7 +365,7 @@ def _body(
         plgpu.set_max_registers(registers[0], action="decrease")
         load_queries = functools.partial(_load_queries, problem, blocks, q, scratch)
         load_steps = functools.partial(
-            _load_steps, problem, blocks, relative, bias, k, v, scratch
+            _load_steps, problem, blocks, relative, bias, held, scratch
         )
         workers = lax.axis_size("worker")
         together = heads_together(problem), problem.groups
@@ -502,8 +529,7 @@ def _load_steps(
     blocks: ForwardBlocks,
     relative: TileTerms | None,
     bias: tuple[Ref, ...],
-    k: Ref,
-    v: Ref,
+    held: KeySource,
     scratch: dict[str, Ref],
     tile: dict[str, Scalar],
     steps: Scalar,
@@ -514,17 +540,21 @@ def _load_steps(
     row, head = tile["row"], tile["head"]
     kv_head = lax.div(head, jnp.int32(problem.groups))
 
-    def step(i: Scalar, _: None) -> None:
+    def step(i: Scalar, places: Any) -> Any:
         stage = lax.rem(steps + i, jnp.int32(blocks.stages))
         start = step_start(blocks, tile, i)
-        for ref, name in ((k, "k"), (v, "v")):
+        # Where the next ones lie is under way while these are copied.
+        following = held.places(problem, blocks, tile, i, 1)
+        for part, name in enumerate("kv"):
             smem = scratch[f"{name}_smem"][1]
             plgpu.barrier_wait(scratch[f"{name}_empty"].at[stage])
             full = scratch[f"{name}_full"].at[stage]
-            copy = copy_transposed if problem.fp8 and name == "v" else copy_rows
-            copy(ref, row, start, kv_head, smem.at[stage], full)
+            held.copy(
+                problem, part, (row, start, kv_head), places, smem.at[stage], full
+            )
             if name == "k" and relative is not None:
                 place = row, head
                 relative.load(scratch, stage, bias, place, tile["q0"], start)
+        return following
 
-    lax.fori_loop(begin, end, step, None)
+    lax.fori_loop(begin, end, step, held.places(problem, blocks, tile, begin, 0))
