@@ -84,13 +84,15 @@ def largest_divisor(number: int, most: int) -> int:
     return max(n for n in range(1, max(1, min(number, most)) + 1) if number % n == 0)
 
 
-def read_number(ref: Ref) -> jax.Array:
+def read_number(ref: Ref, index: int) -> jax.Array:
     """A number of global memory, read where it is needed.
 
-    Read as any other it would be read once, ahead of a loop, and take a register there.
+    Read as any other it would be read once, ahead of a loop, and take a register there,
+    or two for its address: all numbers of a line have one.
 
     Args:
-        ref: int32 [1].
+        ref: int32 [numbers].
+        index: which of them.
     """
 
     @plgpu.inline_mgpu(
@@ -102,7 +104,7 @@ def read_number(ref: Ref) -> jax.Array:
         number = llvm.inline_asm(
             ir.IntegerType.get_signless(32),
             [mgpu.utils.memref_ptr(ref)],
-            "ld.global.nc.b32 $0, [$1];",
+            f"ld.global.nc.b32 $0, [$1+{4 * index}];",
             "=r,l",
             has_side_effects=True,  # stays where it is
         )
