@@ -264,7 +264,7 @@ def in_register_order(values: jax.Array) -> jax.Array:
         values: fp32 [64, 64], in the layout of wgmma accumulators.
 
     Returns:
-        fp32 [16, 256], which `add_in_register_order` reads.
+        fp32 [16, 256], which `load_in_register_order` reads.
     """
 
     @plgpu.inline_mgpu(
@@ -279,62 +279,27 @@ def in_register_order(values: jax.Array) -> jax.Array:
     return flatten(values)
 
 
-def add_in_register_order(values: jax.Array, ref: Ref) -> jax.Array:
-    """Adds what was stored `in_register_order`.
+def load_in_register_order(ref: Ref) -> jax.Array:
+    """Load what was stored `in_register_order`.
 
     Args:
-        values: fp32 [64, 64], in the layout of wgmma accumulators.
         ref: fp32 [16, 256] of global memory.
 
     Returns:
-        The sums, in the same layout.
+        fp32 [64, 64], in the layout of wgmma accumulators.
     """
-    layout = plgpu.Layout.WGMMA
+    values = plgpu.load(ref, layout=_REGISTER_ORDER, optimized=False)
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout),
+        arg_types=(_REGISTER_ORDER,),
+        return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.float32, plgpu.Layout.WGMMA),
     )
-    def add_stored_registers(ctx: Any, values: mgpu.FragmentedArray, ref: Any) -> Any:
+    def unflatten_registers(ctx: Any, values: mgpu.FragmentedArray) -> Any:
         del ctx
-        return _add_in_register_order(values, ref)
+        return _with_layout(values, plgpu.Layout.WGMMA.to_mgpu(), (64, 64))
 
-    add: Any = add_stored_registers  # the decorator supplies the context
-    return add(values, ref)
-
-
-def _add_in_register_order(values: mgpu.FragmentedArray, ref: ir.Value) -> Any:
-    """Emits the loads and additions of one lane."""
-    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-    i64 = ir.IntegerType.get_signless(64)
-    flat = _with_layout(values, _REGISTER_ORDER.to_mgpu(), FLAT)
-    lane = arith.remui(mgpu.utils.thread_idx(), mgpu.utils.c(128, i32))
-    address = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
-    address = arith.addi(
-        address, arith.extui(i64, arith.muli(_afresh(lane), mgpu.utils.c(16, i32)))
-    )
-    four = ir.VectorType.get((4,), f32)
-    for number, at in enumerate(np.ndindex(flat.registers.shape)):
-        loaded = llvm.inline_asm(
-            ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
-            [address],
-            f"ld.global.cg.v4.f32 {{$0, $1, $2, $3}}, [$4+{2048 * number}];",
-            "=f,=f,=f,=f,l",
-            has_side_effects=True,  # stays where it is
-        )
-        parts = [llvm.extractvalue(f32, loaded, [i]) for i in range(4)]
-        flat.registers[at] = arith.addf(
-            flat.registers[at], vector.from_elements(four, parts)
-        )
-    return _with_layout(flat, plgpu.Layout.WGMMA.to_mgpu(), values.shape)
-
-
-def _afresh(number: ir.Value) -> ir.Value:
-    """A number of a lane of which the compiler computes nothing ahead of a loop."""
-    i32 = ir.IntegerType.get_signless(32)
-    return llvm.inline_asm(
-        i32, [number], "mov.b32 $0, $1;", "=r,r", has_side_effects=True
-    )
+    unflatten: Any = unflatten_registers  # the decorator supplies the context
+    return unflatten(values)
 
 
 def _with_layout(
@@ -362,7 +327,6 @@ def store_rows(
     first: Scalar,
     stop: Scalar,
     column: Scalar = None,
-    afresh: bool = False,
 ) -> None:
     """Writes rows `first` to `stop` of a tile that lies in registers.
 
@@ -378,8 +342,6 @@ def store_rows(
         stop: int32, the row after the last.
         column: int32, where the tile begins in `ref`; None is 0. Columns of the tile
             that `ref` lacks are not written; it has a multiple of 16 bytes of them.
-        afresh: whether each store computes the places of its lanes anew. Else the
-            compiler computes them ahead of a loop, and keeps them in registers there.
     """
     layout = plgpu.Layout.WGMMA
     if values.ndim == 1:
@@ -395,8 +357,7 @@ def store_rows(
         ctx: Any, ref: Any, values: mgpu.FragmentedArray, *numbers: Any
     ) -> None:
         del ctx
-        bounds = (number.registers.item() for number in numbers)
-        _store(ref, values, *bounds, afresh=afresh)
+        _store(ref, values, *(number.registers.item() for number in numbers))
 
     store: Any = store_some_rows  # the decorator supplies the context
     store(ref, values, *(jnp.int32(number) for number in numbers))
@@ -408,8 +369,6 @@ def _store(
     first: ir.Value,
     stop: ir.Value,
     column: ir.Value | None = None,
-    *,
-    afresh: bool = False,
 ) -> None:
     """Emits the stores of one lane."""
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
@@ -421,7 +380,7 @@ def _store(
         places = list(values.layout.thread_idxs(values.shape))
         pieces = [(place, [w]) for place, w in zip(places, words.values(), strict=True)]
     else:
-        pieces = _whole_pieces(values, words, afresh)
+        pieces = _whole_pieces(values, words)
     for place, piece in pieces:
         inside = _is_between(arith.index_cast(i32, place[0]), first, stop)
         if column is not None:
@@ -544,7 +503,7 @@ def _store_columns(
     """Emits the stores of one lane, of two values each."""
     i32 = ir.IntegerType.get_signless(32)
     c = functools.partial(mgpu.utils.c, ty=i32)
-    lane_row, lane_column = map(_afresh, _first_element(values))
+    lane_row, lane_column = _first_element(values)
     line = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref))
     line = arith.addi(line, arith.muli(lane_row, c(128)))
     line = arith.addi(line, arith.muli(lane_column, c(2)))
@@ -565,7 +524,7 @@ def _store_columns(
 
 
 def _whole_pieces(
-    values: mgpu.FragmentedArray, words: dict[tuple[int, ...], ir.Value], afresh: bool
+    values: mgpu.FragmentedArray, words: dict[tuple[int, ...], ir.Value]
 ) -> list[tuple[tuple[ir.Value, ir.Value], list[ir.Value]]]:
     """16-bit values in pieces of 16 bytes, with the row and the column of each.
 
@@ -575,8 +534,6 @@ def _whole_pieces(
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     lane_row, lane_column = _first_element(values)
     lane = arith.remui(mgpu.utils.thread_idx(), mgpu.utils.c(4, i32))
-    if afresh:
-        lane_row, lane = _afresh(lane_row), _afresh(lane)
     lane_column = arith.muli(lane, mgpu.utils.c(8, i32))
     by_place = {place: words[at] for at, place in _register_places(values).items()}
     pieces = []

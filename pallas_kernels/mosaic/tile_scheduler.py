@@ -84,15 +84,13 @@ def largest_divisor(number: int, most: int) -> int:
     return max(n for n in range(1, max(1, min(number, most)) + 1) if number % n == 0)
 
 
-def read_number(ref: Ref, index: int) -> jax.Array:
+def read_number(ref: Ref) -> jax.Array:
     """A number of global memory, read where it is needed.
 
-    Read as any other it would be read once, ahead of a loop, and take a register there,
-    or two for its address: all numbers of a line have one.
+    Read as any other it would be read once, ahead of a loop, and take a register there.
 
     Args:
-        ref: int32 [numbers].
-        index: which of them.
+        ref: int32 [1].
     """
 
     @plgpu.inline_mgpu(
@@ -104,7 +102,7 @@ def read_number(ref: Ref, index: int) -> jax.Array:
         number = llvm.inline_asm(
             ir.IntegerType.get_signless(32),
             [mgpu.utils.memref_ptr(ref)],
-            f"ld.global.nc.b32 $0, [$1+{4 * index}];",
+            "ld.global.nc.b32 $0, [$1];",
             "=r,l",
             has_side_effects=True,  # stays where it is
         )

@@ -19,14 +19,11 @@ of queries sees adds first. Under a causal mask that is the order in which block
 by when they start together, for every query head of a group; without a mask they follow
 one another at the distance of one addition. A block waits only for blocks that come
 before it in the grid, which the hardware starts first. One warp waits for turns, a step
-ahead of another one that adds. The last one to add does it in registers and writes dq,
-so no pass over the sums follows, and queries that see one tile of keys need no sum. Two
-passes, each with its own sums in registers, would need no order but seven matmuls
-instead of five.
+ahead of another one that adds. Two passes, each with its own sums in registers, would
+need no order but seven matmuls instead of five.
 
 With ``deterministic=False`` only the first one of a tile of queries, which sets the sum
-and not adds to it, and the last one, which writes dq, have their turns; the others add
-in any order. Under a causal mask tiles
+and not adds to it, has its turn; the others add in any order. Under a causal mask tiles
 of keys then come from the first, which the most queries see, to the last, and go over
 their queries from the last to the first: again the first one to come by sets the sum.
 
@@ -48,8 +45,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic.aliases import Ref, Scalar
-from pallas_kernels.mosaic.copies import chunked, smem_transforms
-from pallas_kernels.mosaic.lanes import FLAT, store_rows
+from pallas_kernels.mosaic.copies import CHUNK, chunked, smem_transforms
+from pallas_kernels.mosaic.lanes import (
+    FLAT,
+    load_in_register_order,
+    store_rows,
+)
 from pallas_kernels.mosaic.manual_axes import constant, unmarked
 from pallas_kernels.mosaic.tile_scheduler import (
     decode_block,
@@ -95,6 +96,8 @@ _LOADER, _POLLER, _ADDER = 0, 1, 2
 _TOGETHER = 8
 # What of the L2 cache such heads may take, by trial.
 _L2_BYTES = 40 * 2**20
+# Parts of 64 rows and a head that a warpgroup of the last blocks turns into dq.
+_UNITS = 4
 
 
 def key_table(
@@ -202,7 +205,7 @@ def backward(
         body,
         out_type=tuple(outputs),
         scratch_types=_scratch(problem, blocks),
-        grid=(slots * key_heads + q_slots,),
+        grid=(slots * key_heads + q_slots * -(-problem.heads // _finished(blocks)),),
         grid_names=("block",),
         num_threads=BACKWARD_CONSUMERS + 1,
         thread_name="warpgroup",
@@ -291,6 +294,11 @@ def key_heads_together(problem: Problem, blocks: BackwardBlocks) -> int:
     return largest_divisor(heads, min(_L2_BYTES // per_head, _TOGETHER))
 
 
+def _finished(blocks: BackwardBlocks) -> int:
+    """Heads of a tile of queries that one of the last blocks turns into dq."""
+    return _UNITS * BACKWARD_CONSUMERS * ROWS // blocks.block_q
+
+
 def _scratch(problem: Problem, blocks: BackwardBlocks) -> dict[str, Any]:
     """Shared memory of a block."""
     stages, chunks, dtype = blocks.stages, problem.chunks, problem.dtype
@@ -307,11 +315,13 @@ def _scratch(problem: Problem, blocks: BackwardBlocks) -> dict[str, Any]:
     if blocks.shared:
         own_or_shared = {
             "p_smem": scores((blocks.block_k, ROWS)),
-            "met": both(num_barriers=2),  # over weights, and over ds
+            "p_full": both(),
+            "ds_full": both(),
         }
     else:
         own_or_shared = {
-            "ds": both(num_barriers=4),  # two that are full, two that are empty
+            "ds_full": both(num_barriers=2),
+            "ds_empty": both(num_barriers=2),
             "half_a_step": one(),
         }
     return {
@@ -328,12 +338,9 @@ def _scratch(problem: Problem, blocks: BackwardBlocks) -> dict[str, Any]:
         "q_empty": both(num_barriers=stages),
         "do_empty": both(num_barriers=do_stages),
         "dq_full": one(num_barriers=BACKWARD_CONSUMERS),
-        # And what says that all others have added: a thread keeps the phases of all
-        # barriers of a name in one register.
-        "dq_empty": one(num_barriers=BACKWARD_CONSUMERS + 1),
+        "dq_empty": one(num_barriers=BACKWARD_CONSUMERS),
         "turn_full": one(),
         "turn_empty": one(),
-        "last_empty": both(num_barriers=1),
         **own_or_shared,
     }
 
@@ -356,7 +363,7 @@ def _body(
 ) -> None:
     """The kernel: two consumers, and a producer whose warps load and add.
 
-    The last blocks write the dq of queries that see nothing.
+    The last blocks turn sums of dq, as they become complete, into dq.
     """
     slopes = refs[0] if scores.alibi else None
     sums, dq, dk, dv, *slope_sums = refs[1:] if scores.alibi else refs
@@ -370,7 +377,7 @@ def _body(
         return {name: table[slot, i] for i, name in enumerate(FIELDS)}
 
     def read(name: str) -> Scalar:
-        return read_number(table.at[slot], FIELDS.index(name))
+        return read_number(table.at[slot, pl.ds(FIELDS.index(name), 1)])
 
     @pl.when(warpgroup == BACKWARD_CONSUMERS)
     def _producer() -> None:
@@ -402,15 +409,7 @@ def _body(
         @pl.when(adding & (read("k_stop") > 0))
         def _() -> None:
             consumer = (SharedKeys if blocks.shared else OwnKeys)(
-                problem,
-                scores,
-                blocks,
-                read,
-                warpgroup,
-                key_head,
-                slopes,
-                (sums, dq),
-                scratch,
+                problem, scores, blocks, read, warpgroup, key_head, slopes, scratch
             )
             slope_ref = slope_sums[0].at[slot] if scores.alibi else None
             dk_sums, dv_sums = consumer.run(slope_ref)
@@ -422,35 +421,53 @@ def _body(
 
         @pl.when(~adding)
         def _() -> None:
-            q_tile = block - slots * problem.kv_heads * blocks.splits
-            tile = {name: q_table[q_tile, i] for i, name in enumerate(QUERY_FIELDS)}
-
-            @pl.when((tile["adders"] == 0) & (tile["first"] < tile["stop"]))
-            def _() -> None:
-                _write_zeros(problem, blocks, tile, warpgroup, dq)
+            index = block - slots * problem.kv_heads * blocks.splits
+            finish = functools.partial(_finish, problem, scores, blocks, q_slots)
+            finish(index, warpgroup, q_table, turns, sums, dq)
 
 
-def _write_zeros(
+def _finish(
     problem: Problem,
+    scores: Scores,
     blocks: BackwardBlocks,
-    tile: dict[str, Scalar],
+    q_slots: int,
+    index: Scalar,
     warpgroup: Scalar,
+    q_table: Ref,
+    turns: Ref,
+    sums: Ref,
     dq: Ref,
 ) -> None:
-    """Dq of a tile of queries to which no tile of keys adds; half of the heads."""
-    zeros = plgpu.layout_cast(
-        jnp.zeros((ROWS, problem.head_dim), problem.dtype), plgpu.Layout.WGMMA
-    )
+    """Dq of a tile of queries and some heads, once all have added to it."""
+    group, q_tile = lax.div(index, jnp.int32(q_slots)), lax.rem(index, q_slots)
+    tile = {name: q_table[q_tile, i] for i, name in enumerate(QUERY_FIELDS)}
 
-    parts = blocks.block_q // ROWS
-
-    def part(i: Scalar, _: None) -> None:
+    def unit(i: Scalar, _: None) -> None:
         number = i * BACKWARD_CONSUMERS + warpgroup
-        head, first = lax.div(number, jnp.int32(parts)), lax.rem(number, parts) * ROWS
+        each = jnp.int32(units(problem, blocks))
+        head = group * _finished(blocks) + lax.div(number, each)
+        number = lax.rem(number, each)
+        first = lax.div(number, jnp.int32(problem.chunks)) * ROWS
+        column = lax.rem(number, jnp.int32(problem.chunks)) * CHUNK
 
-        @pl.when(head < problem.heads)
+        @pl.when((head < problem.heads) & (tile["first"] < tile["stop"]))
         def _() -> None:
-            here = dq.at[tile["row"], pl.ds(tile["base"] + first, ROWS), head]
-            store_rows(here, zeros, tile["first"] - first, tile["stop"] - first)
+            turn, adders = turns.at[head * q_slots + q_tile], tile["adders"]
+            plgpu.semaphore_wait(turn, adders, decrement=False, memory_scope="gpu")
+            here = sums.at[q_tile, head, number]
+            zeros = jnp.zeros((ROWS, CHUNK), jnp.float32)
+            values = lax.cond(
+                adders > 0,
+                lambda: load_in_register_order(here),
+                lambda: plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
+            )
+            values = (values * scores.scale).astype(problem.dtype)
+            rows = pl.ds(tile["base"] + first, ROWS)
+            target, where = dq.at[tile["row"], rows, head], (column,)
+            if dq.shape[3] == problem.head_dim:
+                columns, where = pl.ds(column, CHUNK), ()
+                target = dq.at[tile["row"], rows, head, columns]
+            part = tile["first"] - first, tile["stop"] - first
+            store_rows(target, values, *part, *where)
 
-    lax.fori_loop(0, -(-problem.heads * parts // BACKWARD_CONSUMERS), part, None)
+    lax.fori_loop(0, _UNITS * problem.chunks, unit, None)

@@ -20,13 +20,31 @@ from pallas_kernels.varlen_attention.inputs import Scores
 from pallas_kernels.varlen_attention.mainloop_backward import (
     longest_first,
     query_start,
-    turn_of,
 )
 
 
 def units(problem: Problem, blocks: BackwardBlocks) -> int:
     """Parts of 64 x 64 of dq of a tile of queries and a head."""
     return blocks.block_q // ROWS * problem.chunks
+
+
+def rank_of(
+    scores: Scores, blocks: BackwardBlocks, tile: dict[str, Scalar], index: Scalar
+) -> Any:
+    """Number of tiles of keys that add to a tile of queries before this one."""
+    if longest_first(scores):
+        left, right = scores.window
+        start = 0
+        if left is not None:
+            seen = index * blocks.block_q + tile["reach"] - (left + (right or 0))
+            start = lax.div(jnp.maximum(seen, 0), jnp.int32(blocks.block_k))
+        return tile["index"] - start
+    last = tile["k_tiles"] - 1
+    if scores.window[1] is not None:
+        stop = jnp.minimum((index + 1) * blocks.block_q, tile["q_len"])
+        seen = stop + tile["reach"]
+        last = jnp.minimum(last, lax.div(seen - 1, jnp.int32(blocks.block_k)))
+    return last - tile["index"]
 
 
 class Producer:
@@ -86,37 +104,25 @@ class Producer:
                 plgpu.barrier_wait(scratch[name].at[stage])
 
     def poll_all(self, turns: Ref, q_slots: int) -> None:
-        """Tells the adder of its turns, and the consumers of the last ones."""
-        scratch = self.scratch
+        """Tells the adder of its turns."""
 
         def step(i: Scalar, _: None) -> None:
-            counter, turn, after = self.turn(i, turns, q_slots)
+            turn, rank = self.turn(i, turns, q_slots)
             if not self.scores.deterministic:
-                # Between the first and the last they add in any order.
-                turn = jnp.where(after == 0, turn, jnp.minimum(turn, 1))
-            plgpu.semaphore_wait(counter, turn, decrement=False, memory_scope="gpu")
-
-            @pl.when(after == 0)
-            def _() -> None:
-                plgpu.barrier_wait(scratch["last_empty"].at[0])
-                plgpu.barrier_arrive(scratch["dq_empty"].at[BACKWARD_CONSUMERS])
-
-            @pl.when(after > 0)
-            def _() -> None:
-                plgpu.barrier_wait(scratch["turn_empty"])
-                plgpu.barrier_arrive(scratch["turn_full"])
+                rank = jnp.minimum(rank, 1)  # all but the first add in any order
+            plgpu.semaphore_wait(turn, rank, decrement=False, memory_scope="gpu")
+            plgpu.barrier_wait(self.scratch["turn_empty"])
+            plgpu.barrier_arrive(self.scratch["turn_full"])
 
         lax.fori_loop(0, self.steps, step, None)
-        for barrier in (scratch["turn_empty"], scratch["last_empty"].at[0]):
-            plgpu.barrier_wait(barrier)  # see its last phase
+        plgpu.barrier_wait(self.scratch["turn_empty"])  # see its last phase
 
-    def turn(self, step: Scalar, turns: Ref, q_slots: int) -> tuple[Any, Any, Any]:
-        """Return the counter of additions to a step's dq, and `turn_of` it."""
+    def turn(self, step: Scalar, turns: Ref, q_slots: int) -> tuple[Any, Any]:
+        """Return the counter of additions to a step's dq, and how many come before."""
         head, index = self.place(step)
         q_tile = self.tile["q_tile"] + index
-        field = self.tile.__getitem__
-        turn, after = turn_of(self.scores, self.blocks, field, lambda: index)
-        return turns.at[head * q_slots + q_tile], turn, after
+        rank = rank_of(self.scores, self.blocks, self.tile, index)
+        return turns.at[head * q_slots + q_tile], rank
 
     def add_all(self, sums: Ref, turns: Ref, q_slots: int) -> None:
         """Dq of each step to global memory."""
@@ -125,8 +131,7 @@ class Producer:
         plgpu.barrier_arrive(self.scratch["turn_empty"])
 
         def step(i: Scalar, _: None) -> None:
-            counter, turn, after = self.turn(i, turns, q_slots)
-            pl.when(after > 0)(lambda: self.add(i, sums, counter, turn))
+            self.add(i, sums, turns, q_slots)
 
         lax.fori_loop(0, self.steps, step, None)
 
@@ -145,9 +150,10 @@ class Producer:
         full = scratch["do_full"].at[do_stage]
         copy_rows(dout, row, start, head, scratch["do_smem"][1].at[do_stage], full)
 
-    def add(self, step: Scalar, sums: Ref, counter: Ref, turn: Scalar) -> None:
+    def add(self, step: Scalar, sums: Ref, turns: Ref, q_slots: int) -> None:
         """Dq of a step to global memory, when it is this block's turn."""
         scratch = self.scratch
+        turn, rank = self.turn(step, turns, q_slots)
         head, index = self.place(step)
         here = sums.at[self.tile["q_tile"] + index, head]
         plgpu.barrier_wait(scratch["turn_full"])
@@ -163,9 +169,9 @@ class Producer:
         for unit in range(units(self.problem, self.blocks)):
             part = unit % BACKWARD_CONSUMERS
             plgpu.barrier_wait(scratch["dq_full"].at[part])
-            pl.when(turn == 0)(functools.partial(store, unit, None))
-            pl.when(turn > 0)(functools.partial(store, unit, "add"))
+            pl.when(rank == 0)(functools.partial(store, unit, None))
+            pl.when(rank > 0)(functools.partial(store, unit, "add"))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(scratch["dq_empty"].at[part])
         plgpu.wait_smem_to_gmem(0)
-        plgpu.semaphore_signal(counter, memory_scope="gpu")
+        plgpu.semaphore_signal(turn, memory_scope="gpu")

@@ -20,7 +20,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import CHUNK
 from pallas_kernels.mosaic.lanes import (
-    add_in_register_order,
     distances,
     in_register_order,
     keep_band,
@@ -61,36 +60,6 @@ def longest_first(scores: Scores) -> bool:
     return not scores.deterministic and scores.window[1] is not None
 
 
-def turn_of(
-    scores: Scores,
-    blocks: BackwardBlocks,
-    field: Callable[[str], Scalar],
-    index: Callable[[], Scalar],
-) -> tuple[Any, Any]:
-    """Which turn a tile of keys has at a tile of queries.
-
-    Args:
-        scores: what queries see.
-        blocks: size of tiles and steps.
-        field: fields of the tile of keys, see `backward.FIELDS`.
-        index: which tile of queries, called where that matters.
-
-    Returns:
-        How many tiles of keys add before this one, and how many after it.
-    """
-    left, right = scores.window
-    block_k = jnp.int32(blocks.block_k)
-    start, last = 0, field("k_tiles") - 1
-    if left is not None:
-        seen = index() * blocks.block_q + field("reach") - (left + (right or 0))
-        start = lax.div(jnp.maximum(seen, 0), block_k)
-    if right is not None:
-        stop = jnp.minimum((index() + 1) * blocks.block_q, field("q_len"))
-        last = jnp.minimum(last, lax.div(stop + field("reach") - 1, block_k))
-    before, after = last - field("index"), field("index") - start
-    return (after, before) if longest_first(scores) else (before, after)
-
-
 class BackwardMainloop:
     """One warpgroup: its part of the scores of all steps, its part of the sums."""
 
@@ -103,11 +72,9 @@ class BackwardMainloop:
         warpgroup: Scalar,
         key_head: Scalar,
         slopes: Ref,
-        dq: tuple[Ref, Ref],
         scratch: dict[str, Ref],
     ) -> None:
         self.problem, self.scores, self.blocks = problem, scores, blocks
-        self.dq = dq  # sums in fp32 of each tile of queries, and what becomes of them
         # Registers are scarce: what of the tile only some steps need, they read again.
         self.read, self.warpgroup, self.key_head = read, warpgroup, key_head
         self.slopes, self.scratch = slopes, scratch
@@ -171,16 +138,14 @@ class BackwardMainloop:
         """The first chunk of columns of such sums."""
         return self.warpgroup * (sums.shape[1] // CHUNK) if self.blocks.shared else 0
 
-    def free(self) -> dict[str, range]:
-        """Barriers that say what may be written, and which of each name: all of it."""
-        stages = map(range, self.stages)
-        rings = dict(zip(("q_empty", "do_empty"), stages, strict=True))
-        return rings | {"last_empty": range(1)}
+    def free(self) -> dict[str, int]:
+        """Barriers that say what may be written, and how many of each: all of it."""
+        return dict(zip(("q_empty", "do_empty"), self.stages, strict=True))
 
     def run(self, slope_ref: Ref) -> tuple[Any, Any]:
         """The sums dk and dv, fp32; partial sums for slopes are stored."""
         for name, stages in self.free().items():
-            for stage in stages:
+            for stage in range(stages):
                 plgpu.barrier_arrive(self.scratch[name].at[stage])
         plgpu.barrier_wait(self.scratch["kv_full"])
         keys = self.k_smem.at[:, pl.ds(self.key_offset, ROWS)]
@@ -205,14 +170,15 @@ class BackwardMainloop:
 
     def _loop(self, slope_ref: Ref, dk: Ref, dv: Ref) -> tuple[Any, Any]:
         first, last = self.read("first"), self.read("last")
+        full = self.read("full_first"), self.read("full_last")
 
         # Slopes have a sum for each head; else the heads are one loop.
         heads = self.problem.groups // self.blocks.splits
         loops = heads if self.scores.alibi else 1
         steps = (last - first) * (heads // loops)
 
-        def head_loop(group: Scalar, _: None) -> None:
-            head, start = self.key_head * heads + group, group * steps
+        def head_loop(group: Scalar, number: Scalar) -> Any:
+            head = self.key_head * heads + group
             row_sums = ()
             if self.scores.alibi:
                 # In each step its address would take more registers than the number.
@@ -221,34 +187,34 @@ class BackwardMainloop:
                 row_sums = plgpu.layout_cast(zero, plgpu.Layout.WGMMA.reduce(1))
 
             def step(i: Scalar, carry: Any, **options: bool) -> Any:
-                index, sums = carry
-                sums = self.afresh().step(start + i, index, sums, dk, dv, **options)
-                first, last = self.read("first"), self.read("last")
+                del i
+                number, index, sums = carry
+                sums = self.afresh().step(number, index, full, sums, dk, dv, **options)
                 if longest_first(self.scores):
                     following = jnp.where(index == first, last - 1, index - 1)
                 else:
                     following = jnp.where(index + 1 == last, first, index + 1)
-                return following, sums
+                return number + 1, following, sums
 
             begin = last - 1 if longest_first(self.scores) else first
-            _, row_sums = self.steps(start, steps, step, (begin, row_sums))
+            carry = number, begin, row_sums
+            number, _, row_sums = self.steps(steps, step, carry)
             if self.scores.alibi:
                 store_rows(slope_ref.at[head, self.mine], row_sums, 0, ROWS)
+            return number
 
-        lax.fori_loop(0, loops, head_loop, None)
+        lax.fori_loop(0, loops, head_loop, jnp.int32(0))
         return dk[...], dv[...]
 
-    def steps(
-        self, start: Scalar, count: Scalar, step: Callable[..., Any], carry: Any
-    ) -> Any:
-        """All steps of a head or of several, of which the first has a number."""
-        del start
+    def steps(self, count: Scalar, step: Callable[..., Any], carry: Any) -> Any:
+        """All steps of a head or of several; the carry begins with a step's number."""
         return lax.fori_loop(0, count, step, carry)
 
     def step(
         self,
         number: Scalar,
         index: Scalar,
+        full: tuple[Scalar, Scalar],
         slope_sums: Any,
         dk: Ref,
         dv: Ref,
@@ -285,63 +251,13 @@ class BackwardMainloop:
         left = buffer.at[lax.div(unit, chunks)].transpose((1, 0))
         plgpu.wgmma(acc, left, self.k_smem.at[lax.rem(unit, chunks)])
 
-    def hand_over_dq(self, acc: Ref, number: Scalar, n: int) -> None:
-        """Gives the nth of its parts of dq of a step to the producer, who adds it.
-
-        The last one to add has dq, and writes it.
-        """
-        values = plgpu.wgmma_accumulator_load(acc, wait_n=None)
-        turn, after = turn_of(
-            self.scores, self.blocks, self.read, lambda: self.place(number)[1]
-        )
-
-        @pl.when(after > 0)
-        def _() -> None:
-            plgpu.barrier_wait(self.scratch["dq_empty"].at[self.warpgroup])
-            self.scratch["dq_smem"].at[self.warpgroup][...] = in_register_order(values)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(self.scratch["dq_full"].at[self.warpgroup])
-
-        @pl.when(after == 0)
-        def _() -> None:
-            if n == 0:
-                plgpu.barrier_wait(self.scratch["dq_empty"].at[BACKWARD_CONSUMERS])
-                plgpu.barrier_arrive(self.scratch["last_empty"].at[0])
-            self.write_dq(values, turn, number, n)
-
-    def write_dq(self, values: Any, turn: Scalar, number: Scalar, n: int) -> None:
-        """Adds a part to what is there, and writes dq."""
-        (head, index), chunks = self.place(number), jnp.int32(self.problem.chunks)
-        sums, dq = self.dq
-        unit = n * BACKWARD_CONSUMERS + self.warpgroup
-        here = sums.at[self.read("q_tile") + index, head, unit]
-        values = lax.cond(
-            turn > 0,
-            lambda: add_in_register_order(values, here),
-            lambda: values,
-        )
-        values = (values * self.scores.scale).astype(self.problem.dtype)
-        row, column = lax.div(unit, chunks) * ROWS, lax.rem(unit, chunks) * CHUNK
-        nominal = self.read("q_start") + index * self.blocks.block_q
-        base = query_start(self.blocks, self.read, index) + row
-        stop = jnp.minimum(
-            nominal + self.blocks.block_q, self.read("q_start") + self.read("q_len")
-        )
-        target, where = dq.at[self.read("row"), pl.ds(base, ROWS), head], (column,)
-        if dq.shape[3] == self.problem.head_dim:
-            target, where = target.at[:, pl.ds(column, CHUNK)], ()
-        bounds = nominal - base, stop - base
-        store_rows(target, values, *bounds, *where, afresh=True)
-
-    def place(self, number: Scalar) -> tuple[Any, Any]:
-        """The query head and the tile of queries of a step."""
-        heads = self.problem.groups // self.blocks.splits
-        first, last = self.read("first"), self.read("last")
-        head = self.key_head * heads + lax.div(number, last - first)
-        within = lax.rem(number, last - first)
-        if longest_first(self.scores):
-            return head, last - 1 - within
-        return head, first + within
+    def hand_over_dq(self, acc: Ref) -> None:
+        """Gives a part of dq, which is complete, to the producer, who adds it."""
+        plgpu.barrier_wait(self.scratch["dq_empty"].at[self.warpgroup])
+        values = in_register_order(plgpu.wgmma_accumulator_load(acc, wait_n=None))
+        self.scratch["dq_smem"].at[self.warpgroup][...] = values
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.scratch["dq_full"].at[self.warpgroup])
 
     def stats(self, stage: Scalar, which: int) -> Any:
         """Minus lse (0) or minus delta (1) of its queries."""
@@ -372,6 +288,7 @@ class BackwardMainloop:
         s: Any,
         stage: Scalar,
         index: Scalar,
+        full: tuple[Scalar, Scalar],
     ) -> tuple[Any, Any]:
         """Weights, and the derivative of a score by the product."""
         x = self.scores
@@ -386,9 +303,9 @@ class BackwardMainloop:
             s, factor = s * factor - away * self.slope, 1.0
         elif factor <= 0:  # which would not leave -inf as it is
             s, factor = s * factor, 1.0
-        unmasked = index >= self.read("full_first")
+        unmasked = index >= full[0]
         if x.window[0] is not None:
-            unmasked &= index < self.read("full_last")
+            unmasked &= index < full[1]
         # One loop whose steps may mask: loops of their own for steps that do and steps
         # that do not would need more registers than there are.
         mask = functools.partial(self.mask, index=index)
@@ -427,17 +344,11 @@ class OwnKeys(BackwardMainloop):
     ds of both, is multiplied in the step after it.
     """
 
-    def free(self) -> dict[str, range]:
+    def free(self) -> dict[str, int]:
         """Free the stages and both buffers of ds."""
-        return super().free() | {"ds": range(2, 4)}
+        return super().free() | {"ds_empty": 2}
 
-    def ds_empty(self, buffer: Scalar) -> Ref:
-        """What says that a buffer of ds may be written."""
-        return self.scratch["ds"].at[2 + buffer]
-
-    def steps(
-        self, start: Scalar, count: Scalar, step: Callable[..., Any], carry: Any
-    ) -> Any:
+    def steps(self, count: Scalar, step: Callable[..., Any], carry: Any) -> Any:
         """All steps, and dq of the last one."""
         once = jnp.minimum(count, 1)
 
@@ -445,26 +356,27 @@ class OwnKeys(BackwardMainloop):
         def _() -> None:
             plgpu.barrier_wait(self.scratch["half_a_step"])
 
-        def end(_: Any, carry: None) -> None:
-            last = functools.partial(self.last_dq, start + count - 1)
+        def end(_: Any, number: Scalar) -> Any:
+            last = functools.partial(self.last_dq, number - 1)
             pl.run_scoped(last, _DQ_PART)
-            return carry
+            return number
 
         carry = lax.fori_loop(0, once, functools.partial(step, begin=True), carry)
         carry = lax.fori_loop(once, count, step, carry)
-        lax.fori_loop(0, once, end, None)
+        lax.fori_loop(0, once, end, carry[0])
         return carry
 
     def _loop(self, slope_ref: Ref, dk: Ref, dv: Ref) -> tuple[Any, Any]:
         sums = super()._loop(slope_ref, dk, dv)
         for buffer in range(2):  # see the last phase
-            plgpu.barrier_wait(self.ds_empty(buffer))
+            plgpu.barrier_wait(self.scratch["ds_empty"].at[buffer])
         return sums
 
     def step(
         self,
         number: Scalar,
         index: Scalar,
+        full: tuple[Scalar, Scalar],
         slope_sums: Any,
         dk: Ref,
         dv: Ref,
@@ -482,7 +394,7 @@ class OwnKeys(BackwardMainloop):
             plgpu.barrier_wait(scratch["do_full"].at[do_stage])
             self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage], behind)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=behind)
-            p, derivative = self.weights(s, stage, index)
+            p, derivative = self.weights(s, stage, index, full)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
             if begin:
 
@@ -525,24 +437,24 @@ class OwnKeys(BackwardMainloop):
     def hand_over_ds(self, ds: Any, number: Scalar) -> None:
         """Gives ds of a step to both warpgroups."""
         buffer = lax.rem(number, jnp.int32(2))
-        plgpu.barrier_wait(self.ds_empty(buffer))
+        plgpu.barrier_wait(self.scratch["ds_empty"].at[buffer])
         smem = self.scratch["ds_smem"].at[buffer]
         for m in range(self.blocks.block_q // ROWS):
             smem[m, self.mine] = ds[:, m * ROWS : (m + 1) * ROWS]
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.scratch["ds"].at[buffer])
+        plgpu.barrier_arrive(self.scratch["ds_full"].at[buffer])
 
     def start_dq_of(self, number: Scalar, acc: Ref) -> None:
         """Starts dq of a step, once ds of both warpgroups is there."""
         buffer = lax.rem(number, jnp.int32(2))
-        plgpu.barrier_wait(self.scratch["ds"].at[buffer])
+        plgpu.barrier_wait(self.scratch["ds_full"].at[buffer])
         self.start_dq(acc, self.scratch["ds_smem"].at[buffer], 0)
 
     def finish_dq_of(self, number: Scalar, acc: Ref) -> None:
         """Gives dq of a step, which is complete, to the producer."""
         buffer = lax.rem(number, jnp.int32(2))
-        plgpu.barrier_arrive(self.ds_empty(buffer))
-        self.hand_over_dq(acc, number, 0)
+        plgpu.barrier_arrive(self.scratch["ds_empty"].at[buffer])
+        self.hand_over_dq(acc)
 
     def last_dq(self, number: Scalar, acc: Ref) -> None:
         """Dq of the last step."""
@@ -558,6 +470,7 @@ class SharedKeys(BackwardMainloop):
         self,
         number: Scalar,
         index: Scalar,
+        full: tuple[Scalar, Scalar],
         slope_sums: Any,
         dk: Ref,
         dv: Ref,
@@ -578,9 +491,9 @@ class SharedKeys(BackwardMainloop):
             plgpu.barrier_wait(scratch["do_full"].at[do_stage])
             self.start_scores(dp_acc, self.v_smem, self.do_smem.at[do_stage], behind)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=behind)
-            p, derivative = self.weights(s, stage, index)
+            p, derivative = self.weights(s, stage, index, full)
             store_columns(p_smem, p.astype(dtype), self.query_offset)
-            self.meet(0)
+            self.meet("p_full")
             self.start_sum(dv, p_smem, self.do_smem.at[do_stage], 0)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
             ds, sums = self.score_gradients(p, dp, derivative, index, stage, slope_sums)
@@ -588,7 +501,7 @@ class SharedKeys(BackwardMainloop):
             return sums
 
         def products(*dq_accs: Ref) -> None:
-            self.meet(1)
+            self.meet("ds_full")
             # Parts of dq as far apart as can be: the producer has room for one of each
             # warpgroup, and adds it while the others are multiplied.
             more = range(1, dv.shape[1] // CHUNK)
@@ -599,11 +512,11 @@ class SharedKeys(BackwardMainloop):
             for c in range(2):
                 self.start_sum(dk, buffer.at[0], self.q_smem.at[stage], c)
             plgpu.wgmma_wait(3 + len(more))
-            self.hand_over_dq(dq_accs[0], number, 0)
+            self.hand_over_dq(dq_accs[0])
             plgpu.wgmma_wait(3)
             plgpu.barrier_arrive(scratch["do_empty"].at[do_stage])
             plgpu.wgmma_wait(2)
-            self.hand_over_dq(dq_accs[1], number, 1)
+            self.hand_over_dq(dq_accs[1])
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(scratch["q_empty"].at[stage])
 
@@ -612,8 +525,8 @@ class SharedKeys(BackwardMainloop):
         pl.run_scoped(products, _DQ_PART, _DQ_PART)
         return slope_sums
 
-    def meet(self, place: int) -> None:
+    def meet(self, name: str) -> None:
         """Wait until the writes of both warpgroups are visible."""
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.scratch["met"].at[place])
-        plgpu.barrier_wait(self.scratch["met"].at[place])
+        plgpu.barrier_arrive(self.scratch[name])
+        plgpu.barrier_wait(self.scratch[name])
