@@ -21,6 +21,10 @@ matmul    left, scales along          right, scales along
 
 With one scale per tensor ("fp8_tensorwise") the forms differ only by a transposition.
 
+With a scale per row, what is computed for a matmul alone (a norm, a gated product, its
+gradients) is rounded in the pass that computes it, and weights that are stored in parts
+(FSDP) are all-gathered in fp8.
+
 Tokens are all-gathered in fp8, and partial sums reduce-scattered in the type of the
 computation. With ``tensor_parallel="fused"`` these matmuls are those of
 `pallas_kernels.collective_matmul`, forward and backward: kernels where they were tuned
