@@ -187,9 +187,11 @@ class MLP(nnx.Module):
 
     def _in_fp8(self, x: Array, norm: RMSNorm | LayerNorm | None) -> Array | None:
         """The result if the whole network rounds what it computes as it goes."""
-        layers = gate, up, down = self.gate, self.up, self.down
+        layers: list[Any] = [self.gate, self.up, self.down]
+        gate, up, down = layers
         if (
-            not rounds_rows(layers, x.dtype)
+            gate is None
+            or not rounds_rows(layers, x.dtype)
             or self.joined is not None
             or gate.bias is not None
             or up.bias is not None

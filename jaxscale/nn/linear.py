@@ -427,7 +427,7 @@ def rounds_rows(layers: Sequence[Any], *dtypes: DTypeLike) -> bool:
         isinstance(layer, _TensorParallelLinear)
         and layer.quantization == "fp8"
         and layer.low_rank is None
-        and {jnp.dtype(layer.dtype)} == {*map(jnp.dtype, dtypes)}
+        and {jnp.dtype(layer.dtype)} == {jnp.dtype(dtype) for dtype in dtypes}
         for layer in layers
     )
 

@@ -21,6 +21,10 @@ matmul    left, scales along          right, scales along
 
 With one scale per tensor ("fp8_tensorwise") the forms differ only by a transposition.
 
+With a scale per row, what is computed for a matmul alone (a norm, a gated product, its
+gradients) is rounded in the pass that computes it, and weights that are stored in parts
+(FSDP) are all-gathered in fp8.
+
 Tokens are all-gathered in fp8, and partial sums reduce-scattered in the type of the
 computation. With ``tensor_parallel="fused"`` these matmuls are those of
 `pallas_kernels.collective_matmul`, forward and backward: kernels where they were tuned
@@ -385,7 +389,7 @@ def _input(x: Array, norm: Array | None, form: _Form) -> Scaled:
     """[B, T, K] in fp8, normalized if there is a norm."""
     if norm is None:
         return quantize_operand(x, E4M3, form.quantization, form.names)
-    return _shaped(quantize_rms_norm(*_matrices(x), norm, E4M3, eps=form.eps), x)
+    return _shaped(quantize_rms_norm(_matrix(x), norm, E4M3, eps=form.eps), x)
 
 
 def _normalized(x: Array, norm: Array, eps: float) -> Array:
@@ -394,8 +398,8 @@ def _normalized(x: Array, norm: Array, eps: float) -> Array:
     return wide * jax.lax.rsqrt(mean + eps) * norm
 
 
-def _matrices(*xs: Array) -> list[Array]:
-    return [x.reshape(-1, x.shape[-1]) for x in xs]
+def _matrix(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _shaped(rows: QuantizedRows, like: Array) -> Scaled:
@@ -507,7 +511,9 @@ def _feed_forward_forward(
     form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
 ) -> tuple[Any, Any]:
     (gate, up), column = _column_forward(form.part(0, 2), x, norm, ws[:2])
-    hidden = quantize_gated(*_matrices(gate, up), E4M3, activation=form.activation)
+    hidden = quantize_gated(
+        _matrix(gate), _matrix(up), E4M3, activation=form.activation
+    )
     out, row = _row_of(form.part(2), [_shaped(hidden, gate)], ws[2:], x.dtype)
     return out, (gate, up, column, row)
 
@@ -516,7 +522,7 @@ def _feed_forward_backward(form: _Form, kept: Any, g: Array) -> Any:
     gate, up, column, row = kept
     (hidden,), down = _row_backward(form.part(2), row, g)
     both = quantize_gated_gradients(
-        *_matrices(gate, up, hidden), E5M2, activation=form.activation
+        _matrix(gate), _matrix(up), _matrix(hidden), E5M2, activation=form.activation
     )
     parts = [_shaped(rows, gate) for rows in both]
     turned = [_transposed(_rows(part)) for part in parts]

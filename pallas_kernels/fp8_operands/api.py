@@ -433,26 +433,26 @@ _quantize_rows = _op(
 _quantize_rms_norm = _op(
     "quantize_rms_norm",
     lambda arrays, call: mosaic_gpu.quantize_rms_norm(
-        *arrays, call.dtype, eps=call.eps, device=call.device
+        *arrays, dtype=call.dtype, eps=call.eps, device=call.device
     ),
-    lambda arrays, call: xla.quantize_rms_norm(*arrays, call.dtype, eps=call.eps),
+    lambda arrays, call: xla.quantize_rms_norm(*arrays, dtype=call.dtype, eps=call.eps),
 )
 _quantize_gated = _op(
     "quantize_gated",
     lambda arrays, call: mosaic_gpu.quantize_gated(
-        *arrays, call.dtype, activation=call.activation, device=call.device
+        *arrays, dtype=call.dtype, activation=call.activation, device=call.device
     ),
     lambda arrays, call: xla.quantize_gated(
-        *arrays, call.dtype, activation=call.activation
+        *arrays, dtype=call.dtype, activation=call.activation
     ),
 )
 _quantize_gated_gradients = _op(
     "quantize_gated_gradients",
     lambda arrays, call: mosaic_gpu.quantize_gated_gradients(
-        *arrays, call.dtype, activation=call.activation, device=call.device
+        *arrays, dtype=call.dtype, activation=call.activation, device=call.device
     ),
     lambda arrays, call: xla.quantize_gated_gradients(
-        *arrays, call.dtype, activation=call.activation
+        *arrays, dtype=call.dtype, activation=call.activation
     ),
 )
 _transpose_rows = _op(

@@ -77,7 +77,7 @@ def quantize_rows(
 
 
 def quantize_rms_norm(
-    x: jax.Array, weight: jax.Array, dtype: DTypeLike, *, eps: float, device: DeviceSpec
+    x: jax.Array, weight: jax.Array, *, dtype: DTypeLike, eps: float, device: DeviceSpec
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`quantize_rows` of normalized rows.
 
@@ -111,8 +111,8 @@ def quantize_rms_norm(
 def quantize_gated(
     gate: jax.Array,
     up: jax.Array,
-    dtype: DTypeLike,
     *,
+    dtype: DTypeLike,
     activation: str,
     device: DeviceSpec,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -141,8 +141,8 @@ def quantize_gated_gradients(
     gate: jax.Array,
     up: jax.Array,
     g: jax.Array,
-    dtype: DTypeLike,
     *,
+    dtype: DTypeLike,
     activation: str,
     device: DeviceSpec,
 ) -> tuple[jax.Array, ...]:
@@ -191,7 +191,8 @@ def quantize_gated_gradients(
 
         def turn(i: Any, largest: Any) -> Any:
             row = jnp.minimum(i * blocks + block, m - 1)
-            seen, most = [], None
+            seen: list[Any] = []
+            most: Any = None
             for part, before in zip(parts, largest, strict=True):
                 z, u, d = (
                     plgpu.load(ref.at[row, part], layout=layout, optimized=False)

@@ -48,7 +48,7 @@ def _largest(wide: jax.Array, axis: int) -> jax.Array:
 
 
 def quantize_rms_norm(
-    x: jax.Array, weight: jax.Array, dtype: DTypeLike, *, eps: float
+    x: jax.Array, weight: jax.Array, *, dtype: DTypeLike, eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`quantize_rows` of normalized rows.
 
@@ -65,7 +65,7 @@ def quantize_rms_norm(
 
 
 def quantize_gated(
-    gate: jax.Array, up: jax.Array, dtype: DTypeLike, *, activation: str
+    gate: jax.Array, up: jax.Array, *, dtype: DTypeLike, activation: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`quantize_rows` of ``activation(gate) * up``.
 
@@ -80,7 +80,7 @@ def quantize_gated(
 
 
 def quantize_gated_gradients(
-    gate: jax.Array, up: jax.Array, g: jax.Array, dtype: DTypeLike, *, activation: str
+    gate: jax.Array, up: jax.Array, g: jax.Array, *, dtype: DTypeLike, activation: str
 ) -> tuple[jax.Array, ...]:
     """Gradients of ``activation(gate) * up``, with one scale for a row of both.
 

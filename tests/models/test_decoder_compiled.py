@@ -316,9 +316,10 @@ def step_of_layers(devices, quantization):
 
 
 @pytest.mark.slow
-def test_a_stack_and_its_moments_are_updated_in_one_pass():
+@pytest.mark.parametrize("quantization", [None, *exhaustive("fp8")])
+def test_a_stack_and_its_moments_are_updated_in_one_pass(quantization):
     """Were gradients joined by what reads them, each moment would take a pass."""
-    found = compile_for_h200(step_of_layers, None)
+    found = compile_for_h200(step_of_layers, quantization)
     stack = re.escape("f32[3,2048,8192]")
     results = re.findall(rf"= (.*?{stack}.*?) fusion\(", found.hlo)
     # Gate and up; nothing else makes an array as large.

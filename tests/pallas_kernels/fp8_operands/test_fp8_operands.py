@@ -118,7 +118,7 @@ def test_rows_of_any_number():
     assert_same(found, quantize_rows(x, E4M3, implementation="xla"))
 
 
-def computed(x, up, g, weight, implementation):
+def computed(arrays, implementation):
     """What is rounded in the pass that computes it: a norm, a gate and its gradients.
 
     With tokens of many sizes, as in `numbers`, but no features that a gate would close.
@@ -134,7 +134,7 @@ def computed(x, up, g, weight, implementation):
             *quantize_gated_gradients(x, up, g, E5M2, **gated),
         )
 
-    return jax.tree.map(np.asarray, run(x, up, g, weight))
+    return jax.tree.map(np.asarray, run(*arrays))
 
 
 def tokens(m, k, seed=0):
@@ -156,7 +156,7 @@ def assert_nearly_same(found, expected):
 
 def test_what_is_rounded_as_it_is_computed_is_what_the_definition_gives():
     x, up, g, weight = tokens(64, 384)
-    norm, hidden, *both = computed(x, up, g, weight, "xla")
+    norm, hidden, *both = computed((x, up, g, weight), "xla")
     exact = reference.rms_norm(x, weight, 0.5), reference.swiglu(x, up)
     for found, wide in zip((norm, hidden), exact, strict=True):
         assert_nearly_same(
@@ -181,9 +181,9 @@ def test_what_is_rounded_as_it_is_computed_is_what_the_definition_gives():
 def test_interpreted_kernels_round_what_they_compute(m, k):
     arrays = tokens(m, k)
     with use_device(SMALL), interpret_mosaic_gpu(detect_races=True) as ran:
-        found = computed(*arrays, "mosaic_gpu")
+        found = computed(arrays, "mosaic_gpu")
     assert ran.kernels == 3 and not ran.races_found
-    assert_nearly_same(found, computed(*arrays, "xla"))
+    assert_nearly_same(found, computed(arrays, "xla"))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
@@ -191,7 +191,7 @@ def test_what_is_not_finite_stays_in_its_row_as_it_is_computed(implementation):
     x, up, g, weight = tokens(16, 256)
     g, x = g.at[3, 5].set(jnp.nan), x.at[6, 7].set(jnp.inf)
     with use_device(SMALL), interpret_mosaic_gpu():
-        norm, hidden, *both = computed(x, up, g, weight, implementation)
+        norm, hidden, *both = computed((x, up, g, weight), implementation)
     for found, bad in ((norm, [6]), (hidden, [6]), *((each, [3, 6]) for each in both)):
         rows = np.isnan(found.data.astype(np.float32)).all(1)
         assert np.flatnonzero(rows).tolist() == bad
@@ -325,7 +325,7 @@ def test_what_the_kernels_cannot_do_goes_to_xla():
         wide = jnp.ones((8, 8320), BF16)
         with pytest.raises(Unsupported, match="activation 'gelu', the kernel takes"):
             quantize_gated_gradients(
-                *[wide] * 3, E5M2, activation="gelu", implementation="mosaic_gpu"
+                wide, wide, wide, E5M2, activation="gelu", implementation="mosaic_gpu"
             )
         with pytest.raises(Unsupported, match="the kernel takes at most 8192"):
             quantize_rms_norm(
