@@ -272,7 +272,7 @@ class Stage:
         numbers = (
             where(later < 0, a, where(place < 0, b, c))
             for a, b, c in zip(
-                *(dataclasses.astuple(x) for x in (whole, in_turn, of_helper)),
+                *(vars(x).values() for x in (whole, in_turn, of_helper)),
                 strict=True,
             )
         )
