@@ -19,10 +19,10 @@ Weights ``[K,N]`` are the left operand, ``W^T x^T``: 64 output features fill the
 an instruction, and its columns are the requests, 8 to 64 of them, so that few requests
 waste nothing. Sums are ``[features, requests]``.
 
-Blocks share the tiles of a stage evenly. Who has a column of tiles alone finishes it
-from registers. Sums of other columns go through global memory in fp32; whoever finishes
-them adds them in a fixed order, so that the bits of a row depend on neither time nor
-the other rows.
+Blocks share the tiles of a stage evenly (`config.Stage` says how). Who has a column of
+tiles alone finishes it from registers. Sums of other columns go through global memory
+in fp32; whoever finishes them adds them in a fixed order, so that the bits of a row
+depend on neither time nor the other rows.
 
 An RMS norm is ``x * scale * factor`` with one factor a row: the epilogue before it
 stores ``x * scale``, the factor is computed while the next matmul runs, and multiplies
@@ -76,6 +76,9 @@ _OF_FEATURES = _WGMMA.reduce(1)
 
 _LOADS = 8
 """Parts of sums that a warpgroup reads at a time."""
+
+_LAST_TILES = 4
+"""Tiles before whose sums a warpgroup loads what these are multiplied by."""
 
 type _Epilogue = Callable[[list[jax.Array]], None]
 
@@ -239,17 +242,22 @@ class _Block:
         for name in ("weights", "activations"):
             ring = _ring(self.scratch, name)
             hand_over(ring, ring["smem"].shape[0])
-        slots = jnp.int32(0), jnp.int32(0)
+        slots, first_row = (jnp.int32(0), jnp.int32(0)), self.worker * 0
         for i, stage in enumerate(self.stages):
 
             def piece(
                 piece: Piece, slots: Any, i: int = i, stage: Stage = stage
             ) -> Any:
-                sums, slots = self.multiply(piece, number, slots)
                 unit = piece.column * WARPGROUPS + number
+                place = _Place(stage.groups(unit), first_row, stage.rows, number)
+                # Before the sums, for those who finish them from registers.
+                load = None
+                if stage.norm is not None and (stage.direct or stage.whole):
+                    load = functools.partial(self.load_factors, stage.norm, place)
+                sums, factors, slots = self.multiply(piece, number, slots, load)
                 store = functools.partial(self.store_part, i, stage, unit, piece, sums)
                 finish = functools.partial(
-                    self.finish_unit, i, stage, unit, sums, number
+                    self.finish_unit, i, stage, unit, place, sums, factors
                 )
                 if stage.items and not stage.whole:
                     store()
@@ -267,9 +275,23 @@ class _Block:
     # --- Matmuls ----------------------------------------------------------------------
 
     def multiply(
-        self, piece: Piece, number: Scalar, slots: tuple[Scalar, Scalar]
-    ) -> tuple[list[jax.Array], tuple[Scalar, Scalar]]:
-        """The sums of a piece for the groups of this warpgroup, [64,M] each."""
+        self,
+        piece: Piece,
+        number: Scalar,
+        slots: tuple[Scalar, Scalar],
+        load: Callable[[], jax.Array] | None,
+    ) -> tuple[list[jax.Array], jax.Array | None, tuple[Scalar, Scalar]]:
+        """The sums of a piece for the groups of this warpgroup, [64,M] each.
+
+        Args:
+            piece: the piece.
+            number: which warpgroup.
+            slots: where in the rings of weights and activations it begins.
+            load: what is called before the last tiles, while they are on their way.
+
+        Returns:
+            ``(sums, what load returns, slots)``.
+        """
         weights, activations = (
             _ring(self.scratch, name) for name in ("weights", "activations")
         )
@@ -293,8 +315,15 @@ class _Block:
                     next_slot(x, activations["smem"].shape[0]),
                 )
 
-            after = lax.fori_loop(0, piece.count, tile, slots)
-            return [acc[...] for acc in accs], after
+            begin, loaded = 0, None
+            if load is not None:
+                begin = jnp.maximum(piece.count - _LAST_TILES, 0)
+                slots_then = lax.fori_loop(0, begin, tile, slots)
+                loaded = load()
+            else:
+                slots_then = slots
+            after = lax.fori_loop(begin, piece.count, tile, slots_then)
+            return [acc[...] for acc in accs], loaded, after
 
         accumulator = plgpu.WGMMAAccumulatorRef((GROUP, self.problem.rows), jnp.float32)
         return pl.run_scoped(scoped, *[accumulator] * UNIT)
@@ -339,12 +368,12 @@ class _Block:
         i: int,
         stage: Stage,
         unit: Scalar,
+        place: _Place,
         sums: list[jax.Array],
-        number: Scalar,
+        factors: jax.Array | None,
     ) -> None:
         """Finishes a unit from registers, and a helper's part of it."""
-        place = _Place(stage.groups(unit), self.worker * 0, stage.rows, number)
-        epilogue = self.prepare(stage, place)
+        epilogue = self.prepare(stage, place, factors)
         if stage.direct and stage.parts:
             # A helper's; of whole columns, if there are any, no parts are written.
             shared = unit - (stage.units - stage.shared_units)
@@ -387,19 +416,32 @@ class _Block:
 
         lax.fori_loop(0, _dealt(stage.items, worker, workers), item, None)
 
-    def prepare(self, stage: Stage, place: _Place) -> _Epilogue:
-        """Loads what is needed besides the sums; returns what is left to do."""
+    def prepare(
+        self, stage: Stage, place: _Place, factors: jax.Array | None = None
+    ) -> _Epilogue:
+        """Loads what is needed besides the sums; returns what is left to do.
+
+        Args:
+            stage: the stage.
+            place: what is finished.
+            factors: those of the norm, if they have been loaded.
+        """
         epilogue = getattr(self, stage.epilogue)(stage, place)
         if stage.norm is None:
             return epilogue
-        self.wait(self.normed[stage.norm], self.problem.rows // 8)
-        factors = plgpu.load(
-            self.refs["factors"].at[stage.norm, place.span],
+        if factors is None:
+            factors = self.load_factors(stage.norm, place)
+        columns = lax.broadcast_in_dim(factors, place.shape, (1,))
+        return lambda sums: epilogue([values * columns for values in sums])
+
+    def load_factors(self, norm: int, place: _Place) -> jax.Array:
+        """Factors of the rows of a place, [rows], when they are there."""
+        self.wait(self.normed[norm], self.problem.rows // 8)
+        return plgpu.load(
+            self.refs["factors"].at[norm, place.span],
             layout=_OF_ROWS,
             optimized=False,
         )
-        factors = lax.broadcast_in_dim(factors, place.shape, (1,))
-        return lambda sums: epilogue([values * factors for values in sums])
 
     # --- Epilogues --------------------------------------------------------------------
 

@@ -68,7 +68,11 @@ class Roles:
         for i, stage in enumerate(self.stages):
             first = stage.units - stage.shared_units
             for piece in self.pieces(stage, worker):
-                for _ in range(piece.count):
+                for tile in range(piece.count):
+                    if tile == max(piece.count - 4, 0) and (
+                        stage.direct or stage.whole
+                    ):
+                        yield from self.factors(stage)
                     for ring in "xw":
                         yield self.tile(ring, worker, number)
                     for ring in "xw":
@@ -79,18 +83,18 @@ class Roles:
                     continue
                 if stage.direct and unit >= first:
                     yield self.at_least(("unit", i, unit - first), stage.parts)
-                yield from self.finish(i, stage)
+                self.signals["ready", i] += 1
             me, step = number * self.schedule.workers + worker, WARPGROUPS
             for index in range(me, stage.items, step * self.schedule.workers):
                 unit = stage.item(index)[0]
+                yield from self.factors(stage)
                 yield self.at_least(("unit", i, unit), stage.parts)
-                yield from self.finish(i, stage)
+                self.signals["ready", i] += 1
 
-    def finish(self, i, stage):
+    def factors(self, stage):
         if stage.norm is not None:
             norm = "norm", stage.norm
             yield self.at_least(norm, self.schedule.problem.rows // 8)
-        self.signals["ready", i] += 1
 
     def run(self):
         """What roles wait for forever, by role."""
