@@ -23,7 +23,7 @@ from pallas_kernels.decode_layer import (
 from pallas_kernels.decode_layer.specs import SPECS, DecodeLayerSpec
 
 
-QUICK = DecodeLayerSpec(name="tiny", m=3, d_model=128, d_ff=256, heads=2, kv_heads=1)
+QUICK = DecodeLayerSpec(name="tiny", m=3, d_model=256, d_ff=256, heads=2, kv_heads=1)
 BY_NAME = {spec.name: spec for spec in (*SPECS, QUICK)}
 EPS, LAYERS = 1e-5, 8
 

@@ -5,28 +5,34 @@ dim.
 """
 
 import dataclasses
+import functools
 import itertools
-import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.mosaic import DeviceSpec, largest_divisor, smem_bytes
+from pallas_kernels.mosaic import DeviceSpec, smem_bytes
 
 
 GROUP = 64
 """Features whose sums a warpgroup has: the rows of a tensor-core instruction."""
 
 WARPGROUPS = 2
-"""Warpgroups of a block that multiply, and groups of an output tile."""
+"""Warpgroups of a block that multiply."""
+
+UNIT = 2
+"""Groups of a warpgroup in a tile: its unit."""
+
+TILE_GROUPS = WARPGROUPS * UNIT
+"""Groups of a tile of a weight."""
 
 MOST_ROWS = 64
 """Requests that the kernel takes: more are better off with kernels for matmuls."""
 
-MOST_PARTS = 20
-"""Parts of an output tile up to which a stage is divided into waves."""
+HELP = 0.9
+"""Share of the longest work of a block down to which helpers must bring it."""
 
 type Epilogue = Literal["add", "swiglu", "rotate"]
 """What becomes of the sums of a stage; see `mosaic_gpu`."""
@@ -38,11 +44,6 @@ class DecodeLayerConfig:
 
     tile_k: int = 64
     """Input features of a tile of a weight: 64 or 128."""
-    groups: int = 2
-    """Groups of 64 output features of a warpgroup in a tile: 1 or 2. A tile of more has
-    longer lines, and activations are read less often. 1 where sizes do not divide."""
-    waves: int = 4
-    """Most waves of a stage that another follows."""
     weight_slots: int | None = None
     """Tiles of weights in flight; None is as many as fit in shared memory."""
     activation_slots: int | None = None
@@ -51,10 +52,6 @@ class DecodeLayerConfig:
     def __post_init__(self) -> None:
         if self.tile_k not in (64, 128):
             raise ValueError(f"tile_k {self.tile_k!r}, expected 64 or 128")
-        if self.groups not in (1, 2):
-            raise ValueError(f"groups {self.groups!r}, expected 1 or 2")
-        if self.waves < 1:
-            raise ValueError(f"waves {self.waves!r}, expected at least 1")
         for name in ("weight_slots", "activation_slots"):
             value = getattr(self, name)
             if value is not None and value < 2:
@@ -94,17 +91,19 @@ class Problem:
         Raises:
             Unsupported: it cannot; the message says what to do.
         """
-        tile = GROUP * WARPGROUPS
+        pair, tile = UNIT * GROUP, TILE_GROUPS * GROUP
+        columns = (self.heads + 2 * self.kv_heads) * self.head_dim
         reasons = {
             f"m={self.m}, the kernel takes 1 to {MOST_ROWS} requests, up to 8 or a"
             " multiple of 8": 0 < self.m <= MOST_ROWS
             and (self.m < 8 or self.m % 8 == 0),
-            f"d_model={self.d_model}, d_ff={self.d_ff} and features={self.features},"
-            f" the kernel needs multiples of {tile}": all(
-                size % tile == 0 for size in (self.d_model, self.d_ff, self.features)
+            f"d_model={self.d_model} and {columns} features of queries, keys and"
+            f" values, the kernel needs multiples of {tile}": (
+                self.d_model % tile == columns % tile == 0
             ),
-            f"head_dim={self.head_dim}, the kernel needs a multiple of {tile}": (
-                self.head_dim % tile == 0
+            f"d_ff={self.d_ff}, features={self.features} and head_dim="
+            f"{self.head_dim}, the kernel needs multiples of {pair}": all(
+                size % pair == 0 for size in (self.d_ff, self.features, self.head_dim)
             ),
         }
         for reason, fits in reasons.items():
@@ -134,23 +133,39 @@ def remainder(number: Any, by: int) -> Any:
     return number - quotient(number, by) * by
 
 
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The tiles of a block in one column, `step` apart."""
+
+    column: Any
+    """Which column of tiles."""
+    part: Any
+    """Which part of its sums."""
+    first: Any
+    step: Any
+    count: Any
+
+    def k(self, index: Any) -> Any:
+        """The tile of the column that is the piece's tile `index`."""
+        return self.first + index * self.step
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A matmul with a weight ``[k, n]``, cut into waves, shares, parts and units.
+    """A matmul with a weight ``[k, n]``, cut into pieces that blocks have.
 
-    Columns of tiles (output tiles) are dealt to *waves*, which follow one another. In a
-    wave all blocks work on the same columns: the tiles lie in one line, column after
-    column, and every *share* is an equal part of that line, so that all multiprocessors
-    read as much whatever the shape. A column may be divided among several shares; their
-    sums are its *parts*, which are added in the order of the shares.
+    A tile is `tile_k` input features and 4 groups of 64 output features, and tiles of
+    the same output features are a *column*. As long as there are columns for all
+    blocks, each block has one as a whole. Of the columns that are left, fewer than
+    blocks, `split` blocks share each: they take its tiles in turn, so that all blocks
+    read the same rows of the weight at a time. Blocks that are left over then, the
+    *helpers*, each take the last tiles of some of these columns, `depth - own`, so that
+    no multiprocessor is idle.
 
-    The features of a wave are done long before those of the last. So that the next
-    stage can begin with them, the tiles of a share lie `stride` apart in their column:
-    each part has early and late input features, and comes to the late ones last.
-
-    A *unit* is what a warpgroup does when all parts of some groups of 64 features are
-    there, for some of the rows: one group, or two of which one needs the other, `half`
-    groups apart.
+    A *unit* is what a warpgroup has of a column: two groups. Which two depends on the
+    epilogue: those `half` groups apart where one needs the other. A block that is the
+    only one of a column, but for a helper, finishes its units from registers; sums of
+    the others are *parts* in memory, and are added in their order.
     """
 
     weight: str
@@ -163,13 +178,10 @@ class Stage:
     norm: int | None = None
     """Number of the norm whose factors of each row multiply the sums."""
     half: int = 0
-    """Groups between the two of a unit; 0 where units have one group."""
-    tile_k: int = 128
-    tile_groups: int = 2
-    """Groups of a tile."""
-    most_waves: int = 1
+    """Groups between the two of a unit; 0 where they are neighbours."""
+    tile_k: int = 64
     workers: int = 1
-    """Blocks, of which each has a share."""
+    """Blocks."""
     rows: int = 8
 
     @property
@@ -178,130 +190,190 @@ class Stage:
         return self.k // self.tile_k
 
     @property
-    def groups(self) -> int:
-        """Groups of 64 features."""
-        return self.n // GROUP
-
-    @property
     def columns(self) -> int:
         """Columns of tiles."""
-        return self.groups // self.tile_groups
+        return self.n // (TILE_GROUPS * GROUP)
 
     @property
-    def features(self) -> int:
-        """Output features of the epilogue, in groups of 64."""
-        return self.groups // 2 if self.half else self.groups
+    def whole(self) -> int:
+        """Columns of which every block has as many, as a whole."""
+        return self.columns // self.workers
 
     @property
-    def interleaved(self) -> bool:
-        """Whether the two halves of the weight take turns: units have one of each."""
-        return 2 * self.half == self.groups
+    def shared(self) -> int:
+        """Columns that are left."""
+        return self.columns - self.whole * self.workers
 
     @property
-    def waves(self) -> int:
-        """Waves of as many columns each, with no more parts than `MOST_PARTS`."""
-        pairs = self.columns // 2 if self.interleaved else self.columns
-        most = min(self.most_waves, self.columns * MOST_PARTS // self.workers)
-        return largest_divisor(pairs, most)
+    def split(self) -> int:
+        """Blocks that share a column of these, besides a helper."""
+        return min(self.workers // self.shared, self.depth) if self.shared else 0
 
     @property
-    def span(self) -> int:
-        """Columns of a wave."""
-        return self.columns // self.waves
+    def helpers(self) -> int:
+        """Blocks that are left over."""
+        return self.workers - self.shared * self.split if self.shared else 0
 
-    @property
-    def tiles(self) -> int:
-        """Tiles of a wave."""
-        return self.depth * self.span
+    @functools.cached_property
+    def own(self) -> int:
+        """Tiles of a shared column that its blocks have; the others are a helper's."""
+        if not self.helpers:
+            return self.depth
 
-    @property
-    def shares(self) -> int:
-        """At most one per tile: an empty share would be waited for."""
-        return min(self.workers, self.tiles)
+        def longest(own: int) -> int:
+            columns = -(-self.shared // self.helpers)
+            return max(-(-own // self.split), columns * (self.depth - own))
 
-    @property
-    def stride(self) -> int:
-        """Tiles of a column between two that follow each other in a share.
+        best = min(range(self.split, self.depth + 1), key=lambda n: (longest(n), -n))
+        return best if longest(best) <= HELP * longest(self.depth) else self.depth
 
-        Nearly as many as a column has parts, and without a common divisor with its
-        tiles, so that every tile has its turn.
+    def pieces(self, worker: Any) -> Any:
+        """How many pieces a block has."""
+        place = worker - self.shared * self.split
+        helped = self.shared if self.own < self.depth else 0
+        there = quotient(helped - 1 - place + self.helpers, max(1, self.helpers))
+        if isinstance(worker, int):
+            return self.whole + (int(self.shared > 0) if place < 0 else max(there, 0))
+        there = jnp.where(place < 0, jnp.int32(self.shared > 0), jnp.maximum(there, 0))
+        return self.whole + there
+
+    def piece(self, worker: Any, index: Any) -> Piece:
+        """A piece of a block.
+
+        Example:
+            >>> stage = Stage(weight="w", source="x", k=640, n=1792, epilogue="add",
+            ...               workers=10)  # 7 columns of 10 tiles
+            >>> stage.split, stage.helpers, stage.own
+            (1, 3, 8)
+            >>> [stage.pieces(worker) for worker in (0, 6, 7, 9)]
+            [1, 1, 3, 2]
+            >>> stage.piece(7, 1)
+            Piece(column=3, part=1, first=8, step=1, count=2)
         """
-        wanted = max(1, round(self.shares / self.span))
-        candidates = sorted(range(1, self.depth + 1), key=lambda n: abs(n - wanted))
-        return next(n for n in candidates if math.gcd(n, self.depth) == 1)
+        where = _where if isinstance(worker, int) else jnp.where
+        shared, split = max(1, self.shared), max(1, self.split)
+        place, later = worker - self.shared * self.split, index - self.whole
+        whole = Piece(index * self.workers + worker, 0, 0, 1, self.depth)
+        part = quotient(worker, shared)
+        in_turn = Piece(
+            self.whole * self.workers + remainder(worker, shared),
+            part,
+            part,
+            split,
+            quotient(self.own - part + split - 1, split),
+        )
+        of_helper = Piece(
+            self.whole * self.workers + place + later * self.helpers,
+            split,
+            self.own,
+            1,
+            self.depth - self.own,
+        )
+        numbers = (
+            where(later < 0, a, where(place < 0, b, c))
+            for a, b, c in zip(
+                *(vars(x).values() for x in (whole, in_turn, of_helper)),
+                strict=True,
+            )
+        )
+        return Piece(*numbers)
 
-    def k_of(self, position: Any) -> Any:
-        """The tile of a column at a position of the line."""
-        return remainder(position * self.stride, self.depth)
-
-    def column_of(self, position: Any) -> Any:
-        """The column of the weight at a position of the line of all waves."""
-        if not self.interleaved:
-            return position
-        first = quotient(position, 2)
-        return first + (position - 2 * first) * (self.columns // 2)
-
-    def position_of(self, column: Any) -> Any:
-        """The position in the line of all waves, the inverse of `column_of`."""
-        if not self.interleaved:
-            return column
-        second = quotient(column, self.columns // 2)
-        return 2 * (column - second * (self.columns // 2)) + second
-
-    def first_tile(self, share: Any) -> Any:
-        """The first tile of a share in a wave; that of the next share ends it."""
-        return quotient(share * self.tiles, self.shares)
-
-    def share_of(self, tile: Any) -> Any:
-        """The share that has a tile: the first one that ends behind it."""
-        return quotient((tile + 1) * self.shares - 1, self.tiles)
-
-    def parts(self, column: Any) -> Any:
-        """How many parts a column of the weight has."""
-        start = remainder(self.position_of(column), self.span) * self.depth
-        return self.share_of(start + self.depth - 1) - self.share_of(start) + 1
-
-    @property
-    def most_parts(self) -> int:
-        """The most parts that an output tile has."""
-        return max(self.parts(column) for column in range(self.columns))
+    def is_alone(self, piece: Piece) -> Any:
+        """Whether its block finishes its units from registers."""
+        if self.direct or not self.shared:
+            return piece.part == 0
+        return piece.column < self.whole * self.workers
 
     # --- Units ------------------------------------------------------------------------
 
     @property
-    def unit_rows(self) -> int:
-        """Rows of a unit: few enough that all warpgroups have one."""
-        rows = self.rows
-        units = WARPGROUPS * self.workers
-        while rows % 16 == 0 and self.features * (2 * self.rows // rows) <= units:
+    def units(self) -> int:
+        """Units of all columns: 2 of each."""
+        return self.columns * WARPGROUPS
+
+    @property
+    def shared_units(self) -> int:
+        """Units of shared columns, the last ones."""
+        return self.shared * WARPGROUPS
+
+    def groups(self, unit: Any) -> tuple[Any, Any]:
+        """The groups of a unit.
+
+        Example:
+            >>> heads = Stage(weight="qkv", source="x", k=128, n=512, half=2,
+            ...               epilogue="rotate", workers=4)
+            >>> [heads.groups(unit) for unit in range(4)]
+            [(0, 2), (1, 3), (4, 6), (5, 7)]
+        """
+        if not self.half:
+            return 2 * unit, 2 * unit + 1
+        first = unit + quotient(unit, self.half) * self.half
+        return first, first + self.half
+
+    @property
+    def direct(self) -> bool:
+        """Whether units of shared columns are finished from registers."""
+        return self.split == 1
+
+    @property
+    def parts(self) -> int:
+        """Sums in memory of a unit of a shared column."""
+        return (0 if self.direct else self.split) + (self.own < self.depth)
+
+    # --- Units whose sums are in memory -----------------------------------------------
+
+    @property
+    def pairs(self) -> bool:
+        """Whether such a unit is finished as a whole, since its groups need each other.
+
+        If not, more warpgroups have something to finish.
+        """
+        return self.half > 0
+
+    @property
+    def item_rows(self) -> int:
+        """Rows that are finished at a time: few, so that all warpgroups have some."""
+        rows, items = self.rows, self.shared_units * (1 if self.pairs else UNIT)
+        while rows % 16 == 0 and items * (2 * self.rows // rows) <= (
+            WARPGROUPS * self.workers
+        ):
             rows //= 2
         return rows
 
     @property
-    def wave_units(self) -> int:
-        """Units of a wave."""
-        return self.features // self.waves * (self.rows // self.unit_rows)
+    def items(self) -> int:
+        """Pieces of work in which units of shared columns are finished."""
+        if self.direct or not self.shared:
+            return 0
+        each = 1 if self.pairs else UNIT
+        return self.shared_units * each * (self.rows // self.item_rows)
 
-    def unit(self, index: Any) -> tuple[tuple[Any, ...], Any]:
-        """The groups of a unit, and its first row.
+    def item(self, index: Any) -> tuple[Any, Any, Any]:
+        """Which shared unit an item finishes, from which group of it, and which row.
 
         Example:
-            >>> heads = Stage(weight="qkv", source="x", k=128, n=512, half=1,
-            ...               epilogue="rotate", rows=16, workers=4)
-            >>> [heads.unit(i) for i in range(3)]
-            [((0, 1), 0), ((0, 1), 8), ((2, 3), 0)]
+            >>> stage = Stage(weight="out", source="x", k=128, n=256, epilogue="add",
+            ...               rows=16, workers=4)
+            >>> stage.items, stage.item_rows, stage.item(5)
+            (8, 8, (1, 0, 8))
         """
-        pieces = self.rows // self.unit_rows
-        feature = quotient(index, pieces)
-        row = (index - feature * pieces) * self.unit_rows
-        if not self.half:
-            return (feature,), row
-        first = feature + quotient(feature, self.half) * self.half
-        return (first, first + self.half), row
+        row_pieces = self.rows // self.item_rows
+        group = quotient(index, row_pieces)
+        row = (index - group * row_pieces) * self.item_rows
+        if self.pairs:
+            return group, 0, row
+        unit = quotient(group, UNIT)
+        return unit, group - unit * UNIT, row
 
-    def wave_of(self, last_feature: Any) -> Any:
-        """The wave after which an output feature is there."""
-        return quotient(last_feature, self.features // self.waves * GROUP)
+    @property
+    def finished(self) -> int:
+        """How often a stage is signalled until all its features are there."""
+        alone = self.units if self.direct else self.units - self.shared_units
+        return alone + self.items
+
+
+def _where(condition: bool, a: Any, b: Any) -> Any:
+    return a if condition else b
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -314,15 +386,13 @@ class Schedule:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The table: a stage begins when the units of the one before are done."""
+        """The table: a stage multiplies what the units of the one before made."""
         p = self.problem
         cut: Any = {
             "tile_k": self.config.tile_k,
-            "tile_groups": self.tile_groups,
             "workers": self.workers,
             "rows": p.rows,
         }
-        waves = {"most_waves": self.config.waves}
         heads = p.heads + 2 * p.kv_heads
         found = [
             Stage(
@@ -332,7 +402,6 @@ class Schedule:
                 n=p.d_model,
                 epilogue="add",
                 **cut,
-                **waves,
             ),
             Stage(
                 weight="gate_up",
@@ -343,7 +412,6 @@ class Schedule:
                 norm=0,
                 half=p.d_ff // GROUP,
                 **cut,
-                **waves,
             ),
             Stage(
                 weight="down",
@@ -352,7 +420,6 @@ class Schedule:
                 n=p.d_model,
                 epilogue="add",
                 **cut,
-                **waves,
             ),
         ]
         if p.projects:
@@ -375,18 +442,9 @@ class Schedule:
         return self.device.num_sms
 
     @property
-    def tile_groups(self) -> int:
-        """Groups of a tile: as the config says, if all sizes divide."""
-        p = self.problem
-        sizes = p.d_model, p.d_ff, (p.heads + 2 * p.kv_heads) * p.head_dim
-        wanted = WARPGROUPS * self.config.groups
-        fits = all(size % (wanted * GROUP) == 0 for size in sizes)
-        return wanted if fits else WARPGROUPS
-
-    @property
     def first_parts(self) -> list[int]:
         """Where the parts of each stage begin, and where they end."""
-        sizes = (stage.groups * stage.most_parts for stage in self.stages)
+        sizes = (stage.shared_units * stage.parts for stage in self.stages)
         return list(itertools.accumulate(sizes, initial=0))
 
     @property
@@ -406,7 +464,7 @@ class Schedule:
     @property
     def slot_bytes(self) -> int:
         """Shared memory of a tile of weights."""
-        return smem_bytes((self.tile_groups, self.config.tile_k, GROUP), jnp.bfloat16)
+        return smem_bytes((TILE_GROUPS, self.config.tile_k, GROUP), jnp.bfloat16)
 
     @property
     def weight_slots(self) -> int:

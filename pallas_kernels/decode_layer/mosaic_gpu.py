@@ -19,9 +19,10 @@ Weights ``[K,N]`` are the left operand, ``W^T x^T``: 64 output features fill the
 an instruction, and its columns are the requests, 8 to 64 of them, so that few requests
 waste nothing. Sums are ``[features, requests]``.
 
-Blocks share the tiles of a stage evenly. Sums of an output tile that several blocks
-share go through global memory in fp32; whoever has the tile's unit adds them in a fixed
-order, so that the bits of a row depend on neither time nor the other rows.
+Blocks share the tiles of a stage evenly (`config.Stage` says how). Who has a column of
+tiles alone finishes it from registers. Sums of other columns go through global memory
+in fp32; whoever finishes them adds them in a fixed order, so that the bits of a row
+depend on neither time nor the other rows.
 
 An RMS norm is ``x * scale * factor`` with one factor a row: the epilogue before it
 stores ``x * scale``, the factor is computed while the next matmul runs, and multiplies
@@ -29,9 +30,9 @@ its sums.
 
 Roles of warpgroups: two multiply, one copies weights, one copies activations and
 computes factors. Blocks wait for each other, on semaphores in global memory: for the
-parts of a group of features, for all units of a stage (`ready`), for the factors of a
-norm. Every block must run from the start, so there are at most as many as
-multiprocessors, and no role waits for a later stage of another.
+parts of a unit, for all that a stage makes, for the factors of a norm. Every block must
+run from the start, so there are at most as many as multiprocessors, and no role waits
+for a later stage of another.
 
 Axis letters: M requests, D model, F hidden, N query heads, K key/value heads, H head
 dim.
@@ -51,8 +52,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_layer.config import (
     GROUP,
+    TILE_GROUPS,
+    UNIT,
     WARPGROUPS,
     DecodeLayerConfig,
+    Piece,
     Problem,
     Schedule,
     Stage,
@@ -61,6 +65,7 @@ from pallas_kernels.decode_layer.config import (
 )
 from pallas_kernels.mosaic import DeviceSpec, check_smem, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.copies import read_once
 from pallas_kernels.mosaic.pipeline import drain, hand_over, next_slot, proxy_fence
 
 
@@ -72,22 +77,14 @@ _OF_FEATURES = _WGMMA.reduce(1)
 _LOADS = 8
 """Parts of sums that a warpgroup reads at a time."""
 
+_LAST_TILES = 4
+"""Tiles before whose sums a warpgroup loads what these are multiplied by."""
 
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """The part of a share that lies in one column of tiles."""
-
-    column: Scalar
-    """Which output tile."""
-    part: Scalar
-    """Which part of its sums."""
-    first: Scalar
-    last: Scalar
-    """Positions in the column, the last not included."""
+type _Epilogue = Callable[[list[jax.Array]], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unit:
+class _Place:
     """Some groups of 64 features, and some rows of them."""
 
     groups: tuple[Scalar, ...]
@@ -95,7 +92,7 @@ class _Unit:
     """The first one."""
     rows: int
     number: Scalar
-    """Which warpgroup of the block has it."""
+    """Which warpgroup of the block finishes them."""
 
     @property
     def span(self) -> Any:
@@ -118,113 +115,99 @@ class _Block:
         self.refs, self.scratch = refs, scratch
         self.problem, self.stages = schedule.problem, schedule.stages
         self.worker = lax.axis_index("worker")
-        # A semaphore for each group of each stage, each wave of it, and each norm.
-        sizes = [stage.groups + stage.waves for stage in self.stages]
-        bounds = list(itertools.accumulate(sizes, initial=0))
-        self.semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((bounds[-1] + 2,)))
-        self.of_group = bounds[:-1]
-        self.of_wave = [
-            first + stage.groups
-            for first, stage in zip(bounds, self.stages, strict=False)
+        # A semaphore for each shared unit of each stage, each stage, and each norm.
+        units = list(
+            itertools.accumulate(
+                (stage.shared_units for stage in self.stages), initial=0
+            )
+        )
+        self.of_units, count = units[:-1], units[-1]
+        semaphores = pl.get_global(
+            plgpu.SemaphoreType.REGULAR((count + len(self.stages) + 2,))
+        )
+        self.units = semaphores
+        self.ready = [semaphores.at[count + i] for i in range(len(self.stages))]
+        self.normed = [
+            semaphores.at[count + len(self.stages) + norm] for norm in range(2)
         ]
-        self.normed = [self.semaphores.at[bounds[-1] + i] for i in range(2)]
 
-    # --- Shares -----------------------------------------------------------------------
+    # --- Pieces -----------------------------------------------------------------------
 
     def for_each_piece(
-        self,
-        stage: Stage,
-        wave: Scalar,
-        body: Callable[[_Piece, Any], Any],
-        carry: Any,
+        self, stage: Stage, body: Callable[[Piece, Any], Any], carry: Any
     ) -> Any:
-        """Loops over the pieces of this block's share of a wave; none past the last.
+        """Loops over this block's pieces of a stage.
 
         ``body(piece, carry)`` returns the carry.
         """
-        first, last = (stage.first_tile(self.worker + i) for i in range(2))
 
-        def piece(index: Scalar, carry: Any) -> Any:
-            start = index * stage.depth
-            found = _Piece(
-                stage.column_of(wave * stage.span + index),
-                self.worker - stage.share_of(start),
-                jnp.maximum(first - start, 0),
-                jnp.minimum(last - start, stage.depth),
-            )
-            return body(found, carry)
+        def one(index: Scalar, carry: Any) -> Any:
+            return body(stage.piece(self.worker, index), carry)
 
-        begin = quotient(first, stage.depth)
-        end = quotient(last - 1, stage.depth) + 1
-        there = (self.worker < stage.shares) & (wave < stage.waves)
-        return lax.fori_loop(begin, jnp.where(there, end, begin), piece, carry)
+        return lax.fori_loop(0, stage.pieces(self.worker), one, carry)
 
     def stream(
         self,
         stage: Stage,
         name: str,
-        copy: Callable[..., Any],
-        carry: Any,
-        after_first: Callable[[Any], None] | None = None,
-    ) -> Any:
+        copy: Callable[[Piece, Scalar, Scalar], None],
+        slot: Scalar,
+    ) -> Scalar:
         """Fills a ring with the tiles of a stage.
 
         Args:
             stage: the stage.
             name: which ring.
-            copy: ``copy(piece, k, slot, more) -> more`` starts the copies of a tile.
-            carry: the slot to begin with, and what `copy` passes on.
-            after_first: ``after_first(more)`` runs after the first wave.
+            copy: ``copy(piece, k, slot)`` starts the copies of a tile.
+            slot: the slot to begin with.
 
         Returns:
-            The carry after the last tile.
+            The slot after the last tile.
         """
         ring = _ring(self.scratch, name)
 
-        def load(piece: _Piece, carry: Any) -> Any:
-            def tile(position: Scalar, carry: Any) -> Any:
-                slot, more = carry
+        def load(piece: Piece, slot: Scalar) -> Scalar:
+            def tile(index: Scalar, slot: Scalar) -> Scalar:
                 plgpu.barrier_wait(ring["empty"].at[slot])
-                more = copy(piece, stage.k_of(position), slot, more)
-                return next_slot(slot, ring["smem"].shape[0]), more
+                copy(piece, piece.k(index), slot)
+                return next_slot(slot, ring["smem"].shape[0])
 
-            return lax.fori_loop(piece.first, piece.last, tile, carry)
+            return lax.fori_loop(0, piece.count, tile, slot)
 
-        def wave(number: Scalar, carry: Any) -> Any:
-            carry = self.for_each_piece(stage, number, load, carry)
-            if after_first is not None:
-                pl.when(number == 0)(functools.partial(after_first, carry[1]))
-            return carry
-
-        return lax.fori_loop(0, stage.waves, wave, carry)
+        return self.for_each_piece(stage, load, slot)
 
     # --- Roles ------------------------------------------------------------------------
 
     def copy_weights(self) -> None:
         """The tiles of all stages, one after the other, as the ring has room."""
         tile_k, ring = self.schedule.config.tile_k, _ring(self.scratch, "weights")
-        carry = jnp.int32(0), ()
+        slot = jnp.int32(0)
         for stage in self.stages:
             weight = self.refs[stage.weight]
+            read_once(weight)  # pyright: ignore[reportCallIssue]
 
             def copy(
-                piece: _Piece, k: Scalar, slot: Scalar, _: Any, weight: Ref = weight
-            ) -> Any:
+                piece: Piece,
+                k: Scalar,
+                slot: Scalar,
+                weight: Ref = weight,
+                stage: Stage = stage,
+            ) -> None:
                 rows = pl.ds(k * tile_k, tile_k)
-                for group in range(self.schedule.tile_groups):
-                    feature = (piece.column * self.schedule.tile_groups + group) * GROUP
-                    plgpu.copy_gmem_to_smem(
-                        weight.at[rows, pl.ds(feature, GROUP)],
-                        ring["smem"].at[slot, group],
-                        ring["full"].at[slot],
-                    )
-                return ()
+                for number in range(WARPGROUPS):
+                    unit = piece.column * WARPGROUPS + number
+                    for j, group in enumerate(stage.groups(unit)):
+                        plgpu.copy_gmem_to_smem(
+                            weight.at[rows, pl.ds(group * GROUP, GROUP)],
+                            ring["smem"].at[slot, number * UNIT + j],
+                            ring["full"].at[slot],
+                        )
 
-            carry = self.stream(stage, "weights", copy, carry)
-        drain(ring, carry[0], self.schedule.weight_slots)
+            slot = self.stream(stage, "weights", copy, slot)
+        drain(ring, slot, self.schedule.weight_slots)
 
     def copy_activations(self) -> None:
-        """The inputs of stages, as waves of the one before end; factors of norms."""
+        """The inputs of stages, when those before are done; factors of norms."""
         tile_k, ring = self.schedule.config.tile_k, _ring(self.scratch, "activations")
         # Rows past the last one are zeros. An offset that is known would be an error
         # where there are fewer rows than the copy has.
@@ -233,58 +216,25 @@ class _Block:
         for i, stage in enumerate(self.stages):
             source = self.refs[stage.source]
 
-            def copy(
-                _: _Piece,
-                k: Scalar,
-                slot: Scalar,
-                ended: Scalar,
-                source: Ref = source,
-                i: int = i,
-            ) -> Scalar:
-                if i:
-                    ended = self.wait_for_feature(i - 1, (k + 1) * tile_k - 1, ended)
+            def copy(_: Piece, k: Scalar, slot: Scalar, source: Ref = source) -> None:
                 plgpu.copy_gmem_to_smem(
                     source.at[rows, pl.ds(k * tile_k, tile_k)],
                     ring["smem"].at[slot],
                     ring["full"].at[slot],
                 )
-                return ended
 
-            def factors(ended: Scalar, norm: Any = stage.norm, i: int = i) -> None:
-                last = self.stages[i - 1].features * GROUP - 1
-                self.wait_for_feature(i - 1, jnp.int32(last), ended)
-                self.factors(norm)
-
-            # Not after all waves: the units of the first, which multiply by the
-            # factors, would wait for copies that wait for these units.
-            after_first = None if stage.norm is None else factors
-            carry = slot, jnp.int32(0)
-            slot, _ = self.stream(stage, "activations", copy, carry, after_first)
+            if i:
+                self.wait(self.ready[i - 1], self.stages[i - 1].finished)
+                proxy_fence()  # pyright: ignore[reportCallIssue]
+            if stage.norm is not None:
+                # Not later: who finishes a column needs them to go on, and copies wait
+                # for it.
+                self.factors(stage.norm)
+            slot = self.stream(stage, "activations", copy, slot)
         drain(ring, slot, self.schedule.activation_slots)
 
-    def wait_for_feature(self, i: int, feature: Scalar, ended: Scalar) -> Scalar:
-        """Waits for the wave of an output feature of a stage, and those before.
-
-        Args:
-            i: number of the stage.
-            feature: the feature.
-            ended: how many waves have been waited for.
-
-        Returns:
-            How many have been waited for now.
-        """
-        stage = self.stages[i]
-        wanted = jnp.maximum(stage.wave_of(feature) + 1, ended)
-
-        def wait(wave: Scalar, _: None) -> None:
-            self.wait(self.semaphores.at[self.of_wave[i] + wave], stage.wave_units)
-            proxy_fence()  # pyright: ignore[reportCallIssue]
-
-        lax.fori_loop(ended, wanted, wait, None)
-        return wanted
-
     def compute(self, number: Scalar) -> None:
-        """Multiplies, and finishes units: of a wave after the matmuls of the next.
+        """Multiplies and finishes.
 
         Args:
             number: which warpgroup of those that do.
@@ -292,162 +242,267 @@ class _Block:
         for name in ("weights", "activations"):
             ring = _ring(self.scratch, name)
             hand_over(ring, ring["smem"].shape[0])
-        slots = jnp.int32(0), jnp.int32(0)
+        slots, first_row = (jnp.int32(0), jnp.int32(0)), self.worker * 0
         for i, stage in enumerate(self.stages):
 
-            def wave(w: Scalar, slots: Any, i: int = i, stage: Stage = stage) -> Any:
-                slots = self.multiply(i, stage, w, number, slots)
-                self.finish(i, stage, w - 1, number)
+            def piece(
+                piece: Piece, slots: Any, i: int = i, stage: Stage = stage
+            ) -> Any:
+                unit = piece.column * WARPGROUPS + number
+                place = _Place(stage.groups(unit), first_row, stage.rows, number)
+                # Before the sums, for those who finish them from registers.
+                load = None
+                if stage.norm is not None and (stage.direct or stage.whole):
+                    load = functools.partial(self.load_factors, stage.norm, place)
+                sums, factors, slots = self.multiply(piece, number, slots, load)
+                store = functools.partial(self.store_part, i, stage, unit, piece, sums)
+                finish = functools.partial(
+                    self.finish_unit, i, stage, unit, place, sums, factors
+                )
+                if stage.items and not stage.whole:
+                    store()
+                elif not stage.parts:
+                    finish()
+                else:
+                    alone = stage.is_alone(piece)
+                    pl.when(alone)(finish)
+                    pl.when(jnp.logical_not(alone))(store)
                 return slots
 
-            slots = lax.fori_loop(0, stage.waves + 1, wave, slots)
+            slots = self.for_each_piece(stage, piece, slots)
+            self.finish_items(i, stage, number)
 
     # --- Matmuls ----------------------------------------------------------------------
 
     def multiply(
         self,
-        i: int,
-        stage: Stage,
-        wave: Scalar,
+        piece: Piece,
         number: Scalar,
         slots: tuple[Scalar, Scalar],
-    ) -> tuple[Scalar, Scalar]:
-        """The sums of all pieces of a wave, for the groups of this warpgroup."""
+        load: Callable[[], jax.Array] | None,
+    ) -> tuple[list[jax.Array], jax.Array | None, tuple[Scalar, Scalar]]:
+        """The sums of a piece for the groups of this warpgroup, [64,M] each.
+
+        Args:
+            piece: the piece.
+            number: which warpgroup.
+            slots: where in the rings of weights and activations it begins.
+            load: what is called before the last tiles, while they are on their way.
+
+        Returns:
+            ``(sums, what load returns, slots)``.
+        """
         weights, activations = (
             _ring(self.scratch, name) for name in ("weights", "activations")
         )
-        count = self.schedule.tile_groups // WARPGROUPS
 
-        def piece(piece: _Piece, slots: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
-            def scoped(*accs: Ref) -> Any:
-                def tile(_: Scalar, slots: tuple[Scalar, Scalar]) -> Any:
-                    w, x = slots
-                    plgpu.barrier_wait(activations["full"].at[x])
-                    plgpu.barrier_wait(weights["full"].at[w])
-                    for j, acc in enumerate(accs):
-                        plgpu.wgmma(
-                            acc,
-                            weights["smem"].at[w, number * count + j].transpose((1, 0)),
-                            activations["smem"].at[x].transpose((1, 0)),
-                        )
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(activations["empty"].at[x])
-                    plgpu.barrier_arrive(weights["empty"].at[w])
-                    return (
-                        next_slot(w, weights["smem"].shape[0]),
-                        next_slot(x, activations["smem"].shape[0]),
+        def scoped(*accs: Ref) -> Any:
+            def tile(_: Scalar, slots: tuple[Scalar, Scalar]) -> Any:
+                w, x = slots
+                plgpu.barrier_wait(activations["full"].at[x])
+                plgpu.barrier_wait(weights["full"].at[w])
+                for j, acc in enumerate(accs):
+                    plgpu.wgmma(
+                        acc,
+                        weights["smem"].at[w, number * UNIT + j].transpose((1, 0)),
+                        activations["smem"].at[x].transpose((1, 0)),
                     )
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(activations["empty"].at[x])
+                plgpu.barrier_arrive(weights["empty"].at[w])
+                return (
+                    next_slot(w, weights["smem"].shape[0]),
+                    next_slot(x, activations["smem"].shape[0]),
+                )
 
-                after = lax.fori_loop(piece.first, piece.last, tile, slots)
-                return [acc[...] for acc in accs], after
+            begin, loaded = 0, None
+            if load is not None:
+                begin = jnp.maximum(piece.count - _LAST_TILES, 0)
+                slots_then = lax.fori_loop(0, begin, tile, slots)
+                loaded = load()
+            else:
+                slots_then = slots
+            after = lax.fori_loop(begin, piece.count, tile, slots_then)
+            return [acc[...] for acc in accs], loaded, after
 
-            accumulator = plgpu.WGMMAAccumulatorRef(
-                (GROUP, self.problem.rows), jnp.float32
-            )
-            sums, slots = pl.run_scoped(scoped, *[accumulator] * count)
-            for j, values in enumerate(sums):
-                group = piece.column * self.schedule.tile_groups + number * count + j
-                self.parts(i, stage, group, piece.part)[...] = values
-                self.signal(self.semaphores.at[self.of_group[i] + group])
-            return slots
+        accumulator = plgpu.WGMMAAccumulatorRef((GROUP, self.problem.rows), jnp.float32)
+        return pl.run_scoped(scoped, *[accumulator] * UNIT)
 
-        return self.for_each_piece(stage, wave, piece, slots)
-
-    def parts(self, i: int, stage: Stage, group: Scalar, part: Scalar) -> Ref:
-        """Where a part of the sums of a group lies, [64,M]."""
+    def part(self, i: int, stage: Stage, unit: Scalar, part: Scalar) -> Ref:
+        """Where a part of the sums of a shared unit lies, [2,64,M]."""
         first = self.schedule.first_parts[i]
-        return self.refs["parts"].at[first + group * stage.most_parts + part]
+        return self.refs["parts"].at[first + unit * stage.parts + part]
 
-    def sums(self, i: int, stage: Stage, group: Scalar, unit: _Unit) -> jax.Array:
-        """The sums of a group of features, [64,rows], when all its parts are there."""
-        count = stage.parts(quotient(group, stage.tile_groups))
-        self.wait(self.semaphores.at[self.of_group[i] + group], count)
+    def store_part(
+        self, i: int, stage: Stage, unit: Scalar, piece: Piece, sums: list[jax.Array]
+    ) -> None:
+        """Leaves sums to who finishes the unit."""
+        unit = unit - (stage.units - stage.shared_units)
+        # A helper's is the only one if the unit is finished from registers.
+        part = jnp.int32(0) if stage.direct else piece.part
+        for j, values in enumerate(sums):
+            self.part(i, stage, unit, part).at[j][...] = values
+        self.signal(self.units.at[self.of_units[i] + unit])
+
+    def load_parts(self, i: int, stage: Stage, unit: Scalar, j: Any, rows: Any) -> Any:
+        """The sum of the parts of a group of a shared unit, which are there."""
         total = None
-        for first in range(0, stage.most_parts, _LOADS):
+        for first in range(0, stage.parts, _LOADS):
             parts = [
                 plgpu.load(
-                    self.parts(i, stage, group, part).at[:, unit.span],
+                    self.part(i, stage, unit, jnp.int32(part)).at[j, :, rows],
                     layout=_WGMMA,
                     optimized=False,
                 )
-                for part in range(first, min(first + _LOADS, stage.most_parts))
+                for part in range(first, min(first + _LOADS, stage.parts))
             ]
-            for number, part in enumerate(parts, first):
-                if total is None:
-                    total = part
-                    continue
-                there = lax.broadcast_in_dim(number < count, part.shape, ())
-                # What no share has written may be NaN.
-                total = total + jnp.where(there, part, 0.0)
+            for part in parts:
+                total = part if total is None else total + part
         assert total is not None
         return total
 
-    # --- Epilogues --------------------------------------------------------------------
+    # --- Finishing --------------------------------------------------------------------
 
-    def finish(self, i: int, stage: Stage, wave: Scalar, number: Scalar) -> None:
-        """The units of a wave that this warpgroup has; none of wave -1."""
+    def finish_unit(
+        self,
+        i: int,
+        stage: Stage,
+        unit: Scalar,
+        place: _Place,
+        sums: list[jax.Array],
+        factors: jax.Array | None,
+    ) -> None:
+        """Finishes a unit from registers, and a helper's part of it."""
+        epilogue = self.prepare(stage, place, factors)
+        if stage.direct and stage.parts:
+            # A helper's; of whole columns, if there are any, no parts are written.
+            shared = unit - (stage.units - stage.shared_units)
+            there = (shared >= 0).astype(jnp.int32)
+            shared = jnp.maximum(shared, 0)
+            self.wait(self.units.at[self.of_units[i] + shared], there)
+            helped = lax.broadcast_in_dim(there > 0, place.shape, ())
+            parts = [
+                self.load_parts(i, stage, shared, j, place.span) for j in range(UNIT)
+            ]
+            sums = [
+                values + jnp.where(helped, part, 0.0)
+                for values, part in zip(sums, parts, strict=True)
+            ]
+        epilogue(sums)
+        self.signal(self.ready[i])
+
+    def finish_items(self, i: int, stage: Stage, number: Scalar) -> None:
+        """Finishes what this warpgroup has of the units whose sums are in memory."""
+        if not stage.items:
+            return
         worker = number * self.schedule.workers + self.worker
         workers = WARPGROUPS * self.schedule.workers
 
-        def unit(index: Scalar, _: None) -> None:
-            groups, row = stage.unit(index * workers + worker)
-            unit = _Unit(groups, row, stage.unit_rows, number)
-            found = [self.sums(i, stage, group, unit) for group in groups]
-            if stage.norm is not None:
-                self.wait(self.normed[stage.norm], self.problem.rows // 8)
-                factors = plgpu.load(
-                    self.refs["factors"].at[stage.norm, unit.span],
-                    layout=_OF_ROWS,
-                    optimized=False,
-                )
-                factors = lax.broadcast_in_dim(factors, unit.shape, (1,))
-                found = [sums * factors for sums in found]
-            getattr(self, stage.epilogue)(stage, unit, found)
-            self.signal(self.semaphores.at[self.of_wave[i] + wave])
+        def item(index: Scalar, _: None) -> None:
+            unit, j, row = stage.item(index * workers + worker)
+            groups: Any = stage.groups(unit + stage.units - stage.shared_units)
+            if not stage.pairs:
+                groups = (groups[0] + j,)
+            place = _Place(groups, row, stage.item_rows, number)
+            # What it reads besides the parts comes while it waits for them.
+            epilogue = self.prepare(stage, place)
+            self.wait(self.units.at[self.of_units[i] + unit], stage.parts)
+            sums = [
+                self.load_parts(i, stage, unit, j + n, place.span)
+                for n in range(len(groups))
+            ]
+            epilogue(sums)
+            self.signal(self.ready[i])
 
-        begin, end = (
-            _dealt(jnp.maximum(wave + j, 0) * stage.wave_units, worker, workers)
-            for j in range(2)
+        lax.fori_loop(0, _dealt(stage.items, worker, workers), item, None)
+
+    def prepare(
+        self, stage: Stage, place: _Place, factors: jax.Array | None = None
+    ) -> _Epilogue:
+        """Loads what is needed besides the sums; returns what is left to do.
+
+        Args:
+            stage: the stage.
+            place: what is finished.
+            factors: those of the norm, if they have been loaded.
+        """
+        epilogue = getattr(self, stage.epilogue)(stage, place)
+        if stage.norm is None:
+            return epilogue
+        if factors is None:
+            factors = self.load_factors(stage.norm, place)
+        columns = lax.broadcast_in_dim(factors, place.shape, (1,))
+        return lambda sums: epilogue([values * columns for values in sums])
+
+    def load_factors(self, norm: int, place: _Place) -> jax.Array:
+        """Factors of the rows of a place, [rows], when they are there."""
+        self.wait(self.normed[norm], self.problem.rows // 8)
+        return plgpu.load(
+            self.refs["factors"].at[norm, place.span],
+            layout=_OF_ROWS,
+            optimized=False,
         )
-        lax.fori_loop(begin, end, unit, None)
 
-    def add(self, stage: Stage, unit: _Unit, sums: list[jax.Array]) -> None:
+    # --- Epilogues --------------------------------------------------------------------
+
+    # Each loads what does not depend on the sums, and returns what is left to do.
+
+    def add(self, stage: Stage, place: _Place) -> _Epilogue:
         """Adds the residual; stores the sum, and scaled what the norm multiplies."""
-        features = pl.ds(unit.groups[0] * GROUP, GROUP)
         before, after, scale, target = (
             ("residual", "between", "mlp_norm", "normed_0")
             if stage.weight == "out"
             else ("between", "new_residual", "norm", "normed_1")
         )
-        residual = plgpu.load(
-            self.refs[before].at[features, unit.span], layout=_WGMMA, optimized=False
-        )
-        total = residual + sums[0]
-        self.refs[after].at[features, unit.span][...] = total
-        if target in self.refs:
-            factors = self.of_features(scale, features, total.shape)
-            self.store(unit, target, unit.groups[0], total * factors)
+        spans = [pl.ds(group * GROUP, GROUP) for group in place.groups]
 
-    def swiglu(self, stage: Stage, unit: _Unit, sums: list[jax.Array]) -> None:
-        """The hidden features from gate and up projection."""
-        gate, up = sums
-        hidden = gate / (1 + jnp.exp(-gate)) * up
-        self.store(unit, "hidden", unit.groups[0], hidden)
-
-    def rotate(self, stage: Stage, unit: _Unit, sums: list[jax.Array]) -> None:
-        """Adds the bias, and rotates queries and keys, in pairs of a head's halves."""
-        p, groups, shape = self.problem, unit.groups, unit.shape
-        first, second = sums
-        if p.bias:
-            first, second = (
-                values + self.of_features("bias", pl.ds(g * GROUP, GROUP), shape)
-                for g, values in zip(groups, sums, strict=True)
+        def load(span: Any) -> jax.Array:
+            return plgpu.load(
+                self.refs[before].at[span, place.span], layout=_WGMMA, optimized=False
             )
+
+        # What another warpgroup has stored is surely there when the sums are.
+        early = before == "residual" or self.stages[0].items == stage.items
+        residuals = [load(span) for span in spans if early]
+        scales = [
+            self.of_features(scale, span, place.shape)
+            for span in spans
+            if target in self.refs
+        ]
+
+        def finish(sums: list[jax.Array]) -> None:
+            for j, (group, values) in enumerate(zip(place.groups, sums, strict=True)):
+                total = (residuals[j] if early else load(spans[j])) + values
+                self.refs[after].at[spans[j], place.span][...] = total
+                if scales:
+                    self.store(place, target, group, total * scales[j])
+
+        return finish
+
+    def swiglu(self, stage: Stage, place: _Place) -> _Epilogue:
+        """The hidden features from gate and up projection."""
+        del stage
+
+        def finish(sums: list[jax.Array]) -> None:
+            gate, up = sums
+            hidden = gate / (1 + jnp.exp(-gate)) * up
+            self.store(place, "hidden", place.groups[0], hidden)
+
+        return finish
+
+    def rotate(self, stage: Stage, place: _Place) -> _Epilogue:
+        """Adds the bias, and rotates queries and keys, in pairs of a head's halves."""
+        p, groups, shape = self.problem, place.groups, place.shape
+        biases = [
+            self.of_features("bias", pl.ds(group * GROUP, GROUP), shape)
+            for group in groups
+            if p.bias
+        ]
         per_head = p.head_dim // GROUP
         in_half = remainder(groups[0], stage.half)
         cos, sin = (
             plgpu.load(
-                self.refs[name].at[pl.ds(in_half * GROUP, GROUP), unit.span],
+                self.refs[name].at[pl.ds(in_half * GROUP, GROUP), place.span],
                 layout=_WGMMA,
                 optimized=False,
             )
@@ -457,25 +512,34 @@ class _Block:
         turned = lax.broadcast_in_dim(turned, shape, ())
         cos = jnp.where(turned, cos, 1.0)
         sin = jnp.where(turned, sin, 0.0)
-        pair = first * cos - second * sin, second * cos + first * sin
         queries = p.heads * per_head
 
-        def store(name: str, begin: int) -> None:
-            for group, values in zip(groups, pair, strict=True):
-                self.store(unit, name, group - begin, values)
+        def finish(sums: list[jax.Array]) -> None:
+            if p.bias:
+                sums = [a + b for a, b in zip(sums, biases, strict=True)]
+            first, second = sums
+            pair = first * cos - second * sin, second * cos + first * sin
 
-        is_query = groups[0] < queries
-        pl.when(is_query)(functools.partial(store, "q", 0))
-        pl.when(jnp.logical_not(is_query))(functools.partial(store, "kv", queries))
+            def store(name: str, begin: int) -> None:
+                for group, values in zip(groups, pair, strict=True):
+                    self.store(place, name, group - begin, values)
+
+            is_query = groups[0] < queries
+            pl.when(is_query)(functools.partial(store, "q", 0))
+            pl.when(jnp.logical_not(is_query))(functools.partial(store, "kv", queries))
+
+        return finish
 
     def factors(self, norm: int) -> None:
         """Factors of an RMS norm, of 8 requests a block."""
         source = self.refs["between" if norm == 0 else "new_residual"]
         d, workers = self.problem.d_model, self.schedule.workers
+        # The last blocks: in many stages they have less to do.
+        worker = workers - 1 - self.worker
         unroll = next(n for n in (16, 8, 4, 2) if d % (n * GROUP) == 0)
 
         def eight_rows(index: Scalar, _: None) -> None:
-            rows = pl.ds((index * workers + self.worker) * 8, 8)
+            rows = pl.ds((index * workers + worker) * 8, 8)
 
             def step(i: Scalar, squares: jax.Array) -> jax.Array:
                 for j in range(unroll):
@@ -492,7 +556,7 @@ class _Block:
             self.refs["factors"].at[norm, rows][...] = lax.rsqrt(mean + self.eps)
             self.signal(self.normed[norm])
 
-        eights = _dealt(self.problem.rows // 8, self.worker, workers)
+        eights = _dealt(self.problem.rows // 8, worker, workers)
         lax.fori_loop(0, eights, eight_rows, None)
 
     # --- Memory -----------------------------------------------------------------------
@@ -504,14 +568,14 @@ class _Block:
         )
         return lax.broadcast_in_dim(vector.astype(jnp.float32), shape, (0,))
 
-    def store(self, unit: _Unit, name: str, group: Scalar, values: jax.Array) -> None:
+    def store(self, place: _Place, name: str, group: Scalar, values: jax.Array) -> None:
         """Stores [64,rows] as bfloat16 of [rows,features]: turned in shared memory."""
-        buffer = self.scratch["turned"].at[unit.number, pl.ds(0, unit.rows)]
+        buffer = self.scratch["turned"].at[place.number, pl.ds(0, place.rows)]
         buffer.transpose((1, 0))[...] = plgpu.layout_cast(
             values.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
         )
         plgpu.commit_smem()
-        target = self.refs[name].at[unit.span, pl.ds(group * GROUP, GROUP)]
+        target = self.refs[name].at[place.span, pl.ds(group * GROUP, GROUP)]
         plgpu.copy_smem_to_gmem(buffer, target)
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
@@ -540,7 +604,7 @@ def _scratch_types(schedule: Schedule) -> dict[str, Any]:
     weights, activations = schedule.weight_slots, schedule.activation_slots
     return {
         "weights": plgpu.SMEM(
-            (weights, schedule.tile_groups, tile_k, GROUP),
+            (weights, TILE_GROUPS, tile_k, GROUP),
             jnp.bfloat16,
             transforms=transforms,
         ),
@@ -548,9 +612,7 @@ def _scratch_types(schedule: Schedule) -> dict[str, Any]:
             (activations, rows, tile_k), jnp.bfloat16, transforms=transforms
         ),
         "turned": plgpu.SMEM((WARPGROUPS, rows, GROUP), jnp.bfloat16),
-        "weights_full": plgpu.Barrier(
-            num_arrivals=schedule.tile_groups, num_barriers=weights
-        ),
+        "weights_full": plgpu.Barrier(num_arrivals=TILE_GROUPS, num_barriers=weights),
         "weights_empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=weights),
         "activations_full": plgpu.Barrier(num_barriers=activations),
         "activations_empty": plgpu.Barrier(
@@ -569,7 +631,7 @@ def _outputs(schedule: Schedule) -> dict[str, jax.ShapeDtypeStruct]:
         "normed_0": ((p.rows, p.d_model), bf16),
         "hidden": ((p.rows, p.d_ff), bf16),
         "factors": ((2, p.rows), fp32),
-        "parts": ((schedule.first_parts[-1], GROUP, p.rows), fp32),
+        "parts": ((max(1, schedule.first_parts[-1]), UNIT, GROUP, p.rows), fp32),
     }
     if p.projects:
         found |= {

@@ -8,6 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm
 
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 
@@ -79,3 +81,53 @@ def copy_transposed(
     for chunk in range(chunks):
         source = ref.at[head, :, row, pl.ds(start + chunk * width, width)]
         plgpu.copy_gmem_to_smem(source, smem.at[chunk], barrier)
+
+
+_EVICT_FIRST = 0x12F0000000000000
+"""The policy as the compiler of CUDA encodes it for ``createpolicy``."""
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+def read_once(context: Any, source: Any) -> None:
+    """Has the L2 drop first what later copies bring from `source` to shared memory.
+
+    Activations and sums then stay in the L2, beside a stream of weights. Pallas has no
+    such argument of a copy.
+    """
+    inside = source.owner  # the block of a region that has no access to what is around
+    source = inside.owner.operands[source.arg_number]
+    copy = context.async_copy
+
+    def copy_with_hint(*, src_ref: Any, **arguments: Any) -> None:
+        copy(src_ref=src_ref, **arguments)
+        if src_ref == source:
+            _evict_first(_newest())
+
+    context.async_copy = copy_with_hint
+
+
+def _newest() -> Any:
+    """The operation that was inserted last."""
+    where = ir.InsertionPoint.current
+    operations = list(where.block.operations)
+    if where.ref_operation is None:
+        return operations[-1]
+    places = [operation.operation for operation in operations]
+    return operations[places.index(where.ref_operation.operation) - 1]
+
+
+def _evict_first(copy: Any) -> None:
+    """Gives a copy the hint; its operation has no accessor that sets it."""
+    if not isinstance(copy, nvvm.CpAsyncBulkTensorGlobalToSharedClusterOp):
+        raise TypeError(f"expected a copy to shared memory, got {copy}")
+    hint = ir.IntegerType.get_signless(64)
+    nvvm.cp_async_bulk_tensor_shared_cluster_global(
+        copy.dstMem,
+        copy.tmaDescriptor,
+        list(copy.coordinates),
+        copy.mbar,
+        list(copy.im2colOffsets),
+        l2_cache_hint=arith.constant(hint, _EVICT_FIRST),
+        predicate=copy.predicate,
+    )
+    copy.operation.erase()

@@ -1,6 +1,7 @@
 """A decoder layer in one launch: XLA's form, and the kernel interpreted."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from tests.tolerances import RELATIVE, relative_error
 EPS = 1e-5
 BF16 = jnp.dtype(jnp.bfloat16)
 TINY = Problem(
-    m=3, d_model=128, d_ff=256, features=256, heads=2, kv_heads=1, head_dim=128
+    m=3, d_model=256, d_ff=256, features=256, heads=2, kv_heads=1, head_dim=128
 )
 BIG = Problem(
     m=8, d_model=4096, d_ff=14336, features=4096, heads=32, kv_heads=8, head_dim=128
@@ -102,25 +103,20 @@ def interpreted(problem, given, num_sms=1, **config):
         return [None if a is None else np.asarray(a) for a in found]
 
 
+FEW = {"weight_slots": 2, "activation_slots": 2}
+
+
 @pytest.mark.parametrize(
     ("changes", "num_sms", "config"),
     [
-        ({}, 1, {}),
-        ({"m": 16, "bias": True}, 1, {"tile_k": 64, "weight_slots": 2}),
-        (LAST, 1, {}),
-        # More than one part for some tiles, and none for others; waves.
-        (
-            {"m": 8, "d_ff": 512, "features": 512, "heads": 4, "kv_heads": 2},
-            2,
-            {"weight_slots": 2, "activation_slots": 2, "groups": 1},
-        ),
-        # Two groups a warpgroup, and units of some of the rows.
-        (
-            {"m": 16, "d_model": 512, "d_ff": 512, "features": 512, "kv_heads": 2}
-            | {"heads": 4},
-            3,
-            {"weight_slots": 2, "activation_slots": 2},
-        ),
+        # All columns are whole: one block has them.
+        ({"m": 16, "bias": True}, 1, {"tile_k": 64} | FEW),
+        (LAST, 1, {"tile_k": 128}),
+        # Sums are parts in memory; columns that one block has alone beside those that
+        # two share.
+        ({"m": 16, "d_ff": 384}, 2, FEW),
+        # A helper, whose part is added to registers, and blocks without a piece.
+        ({"m": 8, "d_model": 512, "d_ff": 256}, 3, FEW),
     ],
 )
 def test_interpreted_kernel_equals_the_reference(changes, num_sms, config):
@@ -168,7 +164,7 @@ def test_residual_and_rotation_are_feature_major():
 def test_errors_say_what_to_do():
     given = operands(TINY)
     attended, residual, layer, _ = arguments(TINY, given)
-    with pytest.raises(ValueError, match=r"residual has shape .* expected \(128, 8\)"):
+    with pytest.raises(ValueError, match=r"residual has shape .* expected \(256, 8\)"):
         decode_layer(attended, residual[:, :3], layer, eps=EPS)
     with pytest.raises(ValueError, match="use as_residual"):
         decode_layer(attended, residual.astype(BF16), layer, eps=EPS)
@@ -194,43 +190,45 @@ def test_errors_say_what_to_do():
         DecodeLayerConfig(tile_k=96)
 
 
-def test_every_tile_is_in_one_share():
-    """And shares of a wave differ by one tile at most, whatever the sizes."""
-    for workers in (1, 2, 5, 132):
+def test_every_tile_is_in_one_piece():
+    """And no block has much more of them than another."""
+    for workers in (1, 2, 5, 114, 132):
         device = dataclasses.replace(H200, num_sms=workers)
-        for problem in (TINY, BIG, dataclasses.replace(BIG, d_ff=1280, m=64)):
+        for problem in (TINY, BIG, dataclasses.replace(BIG, d_ff=18944, m=64)):
             schedule = Schedule(
                 problem=problem, config=DecodeLayerConfig(), device=device
             )
             for stage in schedule.stages:
-                bounds = [stage.first_tile(i) for i in range(stage.shares + 1)]
-                sizes = np.diff(bounds)
-                assert bounds[0] == 0 and bounds[-1] == stage.tiles
-                assert sizes.min() >= 1 and sizes.max() - sizes.min() <= 1
-                owners = [stage.share_of(tile) for tile in range(stage.tiles)]
-                assert owners == np.repeat(range(stage.shares), sizes).tolist()
-                depth, columns = range(stage.depth), range(stage.columns)
-                assert sorted(map(stage.k_of, depth)) == list(depth)
-                order = [stage.column_of(i) for i in columns]
-                assert [stage.position_of(c) for c in order] == list(columns)
-                assert sorted(order) == list(columns)
+                found, work = [], []
+                for worker in range(workers):
+                    pieces = [
+                        stage.piece(worker, i) for i in range(stage.pieces(worker))
+                    ]
+                    assert all(piece.count > 0 for piece in pieces)
+                    tiles = [(p.column, p.k(n)) for p in pieces for n in range(p.count)]
+                    found += tiles
+                    work.append(len(tiles))
+                want = itertools.product(range(stage.columns), range(stage.depth))
+                assert sorted(found) == list(want)
+                if len(found) > 8 * workers:
+                    assert max(work) < 1.25 * len(found) / workers
 
 
-def test_units_are_in_the_wave_of_their_columns():
-    for m in (8, 64):
+def test_every_feature_is_finished_once():
+    for workers, m in itertools.product((2, 5, 132), (8, 64)):
         problem = dataclasses.replace(BIG, m=m)
-        schedule = Schedule(problem=problem, config=DecodeLayerConfig(), device=H200)
+        device = dataclasses.replace(H200, num_sms=workers)
+        schedule = Schedule(problem=problem, config=DecodeLayerConfig(), device=device)
         for stage in schedule.stages:
-            found = []
-            for index in range(stage.waves * stage.wave_units):
-                groups, row = stage.unit(index)
-                wave = index // stage.wave_units
-                found += [(group, row) for group in groups]
-                for group in groups:
-                    column = stage.position_of(group // stage.tile_groups)
-                    assert column // stage.span == wave
-                if stage.half in (0, stage.groups // 2):
-                    assert stage.wave_of(groups[0] * 64 + 63) == wave
-            rows = range(0, stage.rows, stage.unit_rows)
-            want = [(group, row) for group in range(stage.groups) for row in rows]
-            assert sorted(found) == want
+            found, first = [], stage.units - stage.shared_units
+            for unit in range(stage.units if stage.direct else first):
+                rows = range(0, stage.rows, 8)
+                found += itertools.product(stage.groups(unit), rows)
+            for index in range(stage.items):
+                unit, j, row = stage.item(index)
+                groups = stage.groups(first + unit)[j : None if stage.pairs else j + 1]
+                found += itertools.product(groups, range(row, row + stage.item_rows, 8))
+            groups = range(stage.n // 64)
+            assert sorted(found) == list(
+                itertools.product(groups, range(0, stage.rows, 8))
+            )

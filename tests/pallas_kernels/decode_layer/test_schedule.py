@@ -30,14 +30,7 @@ class Roles:
         self.slots = {"w": schedule.weight_slots, "x": schedule.activation_slots}
 
     def pieces(self, stage, worker):
-        """Column and tiles of each piece of a wave."""
-        if worker >= stage.shares:
-            return
-        first, last = stage.first_tile(worker), stage.first_tile(worker + 1)
-        for column in range(first // stage.depth, (last - 1) // stage.depth + 1):
-            start = column * stage.depth
-            tiles = range(max(first - start, 0), min(last - start, stage.depth))
-            yield column, tiles
+        return [stage.piece(worker, i) for i in range(stage.pieces(worker))]
 
     def room(self, ring, worker):
         taken = min(self.freed[ring, worker, n] for n in range(WARPGROUPS))
@@ -53,67 +46,55 @@ class Roles:
 
     def copy_weights(self, worker):
         for stage in self.stages:
-            for _ in range(stage.waves):
-                for _, tiles in self.pieces(stage, worker):
-                    for _ in tiles:
-                        yield lambda: self.room("w", worker), "room for weights"
-                        self.filled["w", worker] += 1
+            for piece in self.pieces(stage, worker):
+                for _ in range(piece.count):
+                    yield lambda: self.room("w", worker), "room for weights"
+                    self.filled["w", worker] += 1
 
     def copy_activations(self, worker):
         for i, stage in enumerate(self.stages):
-            before = self.stages[i - 1] if i else None
-            for wave in range(stage.waves):
-                for _, tiles in self.pieces(stage, worker):
-                    for tile in tiles:
-                        yield lambda: self.room("x", worker), "room for activations"
-                        if before is not None:
-                            k = stage.k_of(tile)
-                            last = before.wave_of((k + 1) * stage.tile_k - 1)
-                            for w in range(last + 1):
-                                yield self.at_least(
-                                    ("wave", i - 1, w), self.units(i - 1)
-                                )
-                        self.filled["x", worker] += 1
-                if stage.norm is not None and wave == 0:
-                    for w in range(before.waves):
-                        yield self.at_least(("wave", i - 1, w), self.units(i - 1))
-                    if worker < self.schedule.problem.rows // 8:
-                        self.signals["norm", stage.norm] += 1
-
-    def units(self, i):
-        return self.stages[i].wave_units
+            if i:
+                yield self.at_least(("ready", i - 1), self.stages[i - 1].finished)
+            if stage.norm is not None:
+                last = self.schedule.workers - 1
+                if last - worker < self.schedule.problem.rows // 8:
+                    self.signals["norm", stage.norm] += 1
+            for piece in self.pieces(stage, worker):
+                for _ in range(piece.count):
+                    yield lambda: self.room("x", worker), "room for activations"
+                    self.filled["x", worker] += 1
 
     def compute(self, worker, number):
         for i, stage in enumerate(self.stages):
-            for wave in range(stage.waves + 1):
-                if wave < stage.waves:
-                    for column, tiles in self.pieces(stage, worker):
-                        for _ in tiles:
-                            for ring in "xw":
-                                yield self.tile(ring, worker, number)
-                            for ring in "xw":
-                                self.freed[ring, worker, number] += 1
-                        column = stage.column_of(wave * stage.span + column)
-                        count = stage.tile_groups // WARPGROUPS
-                        first = column * stage.tile_groups + number * count
-                        for group in range(first, first + count):
-                            self.signals["group", i, group] += 1
-                yield from self.finish(i, stage, wave - 1, worker, number)
+            first = stage.units - stage.shared_units
+            for piece in self.pieces(stage, worker):
+                for tile in range(piece.count):
+                    if tile == max(piece.count - 4, 0) and (
+                        stage.direct or stage.whole
+                    ):
+                        yield from self.factors(stage)
+                    for ring in "xw":
+                        yield self.tile(ring, worker, number)
+                    for ring in "xw":
+                        self.freed[ring, worker, number] += 1
+                unit = piece.column * WARPGROUPS + number
+                if not stage.is_alone(piece):
+                    self.signals["unit", i, unit - first] += 1
+                    continue
+                if stage.direct and unit >= first:
+                    yield self.at_least(("unit", i, unit - first), stage.parts)
+                self.signals["ready", i] += 1
+            me, step = number * self.schedule.workers + worker, WARPGROUPS
+            for index in range(me, stage.items, step * self.schedule.workers):
+                unit = stage.item(index)[0]
+                yield from self.factors(stage)
+                yield self.at_least(("unit", i, unit), stage.parts)
+                self.signals["ready", i] += 1
 
-    def finish(self, i, stage, wave, worker, number):
-        me = number * self.schedule.workers + worker
-        for index in range(
-            max(wave, 0) * stage.wave_units, (wave + 1) * stage.wave_units
-        ):
-            if index % (WARPGROUPS * self.schedule.workers) != me:
-                continue
-            for group in stage.unit(index)[0]:
-                count = stage.parts(group // stage.tile_groups)
-                yield self.at_least(("group", i, group), count)
-            if stage.norm is not None:
-                norm = "norm", stage.norm
-                yield self.at_least(norm, self.schedule.problem.rows // 8)
-            self.signals["wave", i, wave] += 1
+    def factors(self, stage):
+        if stage.norm is not None:
+            norm = "norm", stage.norm
+            yield self.at_least(norm, self.schedule.problem.rows // 8)
 
     def run(self):
         """What roles wait for forever, by role."""
@@ -152,8 +133,7 @@ def test_every_role_ends(spec, workers):
     roles = Roles(schedule)
     assert roles.run() == {}
     for i, stage in enumerate(schedule.stages):
-        for wave in range(stage.waves):
-            assert roles.signals["wave", i, wave] == stage.wave_units
+        assert roles.signals["ready", i] == stage.finished
 
 
 def test_fewest_slots():
