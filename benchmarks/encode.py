@@ -8,11 +8,6 @@ Tokens, lengths and parameters are those of `benchmarks.encoder`; the error is t
 the vectors. ``computed_tokens`` is what `Encoder` computes, padding and all.
 
 - ``jaxscale``: `Encoder.encode`, compiled before.
-- ``jaxscale_pinned``: its program reads the tokens in pinned memory of the host
-  (`Encoder.pinned_tokens`); ``jaxscale_spins``: and the host looks for the result again
-  and again (`Encoder.spins`).
-- ``jaxscale_fused``: norms are computed with the matmuls that read them, for up to 256
-  tokens (`Encoder.fused_norms`); ``jaxscale_few``: all three.
 - ``jax_padded``: plain JAX on the padded batch, one program with pooling; its tokens
   already are on the GPU.
 - ``torch_compile``, ``torch_compile_graphs``, ``torch_cuda_graph``: transformers on the
@@ -21,7 +16,6 @@ the vectors. ``computed_tokens`` is what `Encoder` computes, padding and all.
   model as it is. The mean is part of all three.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -70,29 +64,7 @@ def ids_of(tokens: Any, lengths: Any) -> list[list[int]]:
     return [row[:n].tolist() for row, n in rows]
 
 
-class Pinned(Encoder):
-    """Tokens in pinned memory."""
-
-    pinned_tokens = True
-
-
-class Spins(Pinned):
-    """No sleep before the result."""
-
-    spins = True
-
-
-class Fused(Encoder):
-    """Norms in matmuls."""
-
-    fused_norms = True
-
-
-class Few(Fused, Spins):
-    """All that is for few texts."""
-
-
-def ours(params: Params, kind: type[Encoder] = Encoder) -> Callable:
+def ours(params: Params) -> Callable:
     """The public call; all is made and compiled at the first one."""
     made: list[Encoder] = []
 
@@ -101,7 +73,7 @@ def ours(params: Params, kind: type[Encoder] = Encoder) -> Callable:
             config = encoder.config_of(params)
             tokenizer = Prepared(ids_of(tokens, lengths), config.vocab_size)
             model = encoder.model_of(params, leaves)
-            made.append(kind(model, tokenizer, max_length=params["max_len"]))
+            made.append(Encoder(model, tokenizer, max_length=params["max_len"]))
         return made[0].encode(["text"] * params["batch"], progress=False)
 
     return run
@@ -174,10 +146,6 @@ BENCHMARK = Benchmark(
     reference=reference,
     implementations={
         "jaxscale": Jax(ours, jit=False),
-        "jaxscale_pinned": Jax(functools.partial(ours, kind=Pinned), jit=False),
-        "jaxscale_spins": Jax(functools.partial(ours, kind=Spins), jit=False),
-        "jaxscale_fused": Jax(functools.partial(ours, kind=Fused), jit=False),
-        "jaxscale_few": Jax(functools.partial(ours, kind=Few), jit=False),
         "jax_padded": Jax(plain, jit=False),
         **{name: transformers(name) for name in GRAPHS},
     },

@@ -51,7 +51,7 @@ from pallas_kernels.fp8_operands import (
 from pallas_kernels.fp8_operands.specs import SPECS as FP8_OPERANDS
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.layer_norm.specs import SPECS as LAYER_NORM
-from pallas_kernels.matmul import dense, matmul, norm_dense
+from pallas_kernels.matmul import dense, matmul
 from pallas_kernels.matmul.specs import SPECS as MATMUL
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.paged_attention import paged_attention
@@ -242,13 +242,6 @@ def matmul_cases() -> Iterator[Case]:
         ws, biases = [array(k, n) for n in widths], [array(n) for n in widths]
         name = f"dense_m{m}_k{k}_n" + "_".join(map(str, widths))
         yield Case(name, with_gradients(layer), (array(m, k), ws, biases))
-    behind_norm = functools.partial(
-        norm_dense, eps=1e-12, activation="gelu", implementation="mosaic_gpu"
-    )
-    for m, widths, k in ((128, (768, 768, 768), 768), (256, (3072,), 768)):
-        ws, biases = [array(k, n) for n in widths], [array(n) for n in widths]
-        name = f"norm_dense_m{m}_k{k}_n" + "_".join(map(str, widths))
-        yield Case(name, behind_norm, (array(m, k), array(k), array(k), ws, biases))
 
 
 def quantized_matmul_cases() -> Iterator[Case]:

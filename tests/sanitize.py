@@ -29,10 +29,6 @@ TESTS = {
     ),
     "matmul": "matmul/test_matmul_gpu.py::test_rows_past_the_end_are_not_read[none]",
     "dense": "matmul/test_dense_gpu.py::test_gradients",
-    "norm_dense": (
-        "matmul/test_norm_dense_gpu.py::test_values_repeat_and_are_right"
-        "[200-widths5-512-gelu]"
-    ),
     "quantized_matmul": "quantized_matmul/test_gpu.py::test_every_number_is_exact",
     "decode_layer": "decode_layer/test_gpu.py::test_tiny_layers[changes1]",
     "scaled_matmul": "scaled_matmul/test_gpu.py::test_sums_are_promoted",

@@ -38,10 +38,6 @@ OURS = (
     "jaxscale_overlap",
     "jaxscale_fp8",
     "jaxscale_fp8_tensorwise",
-    "jaxscale_pinned",
-    "jaxscale_spins",
-    "jaxscale_fused",
-    "jaxscale_few",
     "tile_wise",
     "tew",
 )

@@ -119,18 +119,18 @@ def flash_attn_4(spec: VarlenSpec, gradient: bool, deterministic: bool = False) 
 def flash_attn_3(spec: VarlenSpec, gradient: bool, fp8: bool = False) -> Form:
     """FlashAttention-3 from vLLM's wheel, which has no gradients.
 
-    The environment variable that `vllm_serving` names says where that is. Sequences of
-    one length are a batch, as for FlashAttention-3's own ``flash_attn_func``; vLLM's
-    function takes packed ones alone, so both call the operator beneath.
+    The environment variable that `vllm_serving` names says where that is. vLLM builds
+    the kernels of packed sequences alone, so those of one length are packed, too.
     """
     if gradient:
         raise NotImplementedError("vLLM's FlashAttention-3 has no gradients")
     want_no_more(spec, "softcap", "sinks", "value_dim")
     version = _load_flash_attn_3()
-    sinks, whole = sinks_of(spec), _whole(spec)
+    sinks = sinks_of(spec)
     left, right = (-1 if w is None else w for w in spec.window)
-    packing = () if whole else spec.cu_seqlens()
     options: dict[str, Any] = {
+        "max_seqlen_q": max(spec.lengths_q),
+        "max_seqlen_k": max(spec.lengths_k),
         "softmax_scale": spec.head_dim**-0.5,
         "is_causal": spec.causal,
         "window_size_left": left,
@@ -142,16 +142,13 @@ def flash_attn_3(spec: VarlenSpec, gradient: bool, fp8: bool = False) -> Form:
         "cp_world_size": 1,
         "cp_rank": 0,
     }
-    if not whole:
-        options["max_seqlen_q"] = max(spec.lengths_q)
-        options["max_seqlen_k"] = max(spec.lengths_k)
 
     def attend(q: Any, k: Any, v: Any, *operands: Any) -> Any:
         import torch
 
         function = torch.ops._vllm_fa3_C.fwd.default
         scales = DESCALES if fp8 else ()
-        names = *scales, *("cu_seqlens_q", "cu_seqlens_k")[: len(packing)], "s_aux"
+        names = *scales, "cu_seqlens_q", "cu_seqlens_k", "s_aux"
         more = dict(zip(names, operands, strict=False))  # there may be no sinks
         if "s_aux" in more:
             more["s_aux"] = more["s_aux"].to(torch.bfloat16)
@@ -163,8 +160,7 @@ def flash_attn_3(spec: VarlenSpec, gradient: bool, fp8: bool = False) -> Form:
     more = () if sinks is None else (sinks,)
     return Form(
         attend,
-        BatchLayout(padded=whole),
-        extra=(*packing, *more),
+        extra=(*spec.cu_seqlens(), *more),
         torch=True,
         prepare=functools.partial(_quantized_bytes, spec) if fp8 else None,
         versions={"vllm": version},

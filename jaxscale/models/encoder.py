@@ -29,7 +29,7 @@ from jaxscale.models.stack import (
     unstacked,
 )
 from jaxscale.models.vocabulary import rows_in_context
-from jaxscale.nn.blocks import Block, Unnormalized
+from jaxscale.nn.blocks import Block
 from jaxscale.nn.convolution import SequenceConvolution
 from jaxscale.nn.disentangled import DisentangledAttention
 from jaxscale.nn.embeddings import Embed
@@ -228,13 +228,6 @@ class EncoderModel(Pretrained, nnx.Module):
         """The class of the attention layers, chosen by the configuration."""
         return Attention if self.config.relative is None else DisentangledAttention
 
-    @property
-    def can_fuse_norms(self) -> bool:
-        """Whether all norms may be computed with the matmuls that read them."""
-        between = (self.embed_out, self.first, self.convolution, self.norm)
-        stack = self.blocks is not None and not self.scan_layers
-        return stack and all(layer is None for layer in between)
-
     def relative_table(self) -> Float[Array, "P D"] | None:
         """The table of relative positions, as attention layers read it."""
         if self.relative is None:
@@ -324,7 +317,6 @@ class EncoderModel(Pretrained, nnx.Module):
         token_types: Int[Array, "*B T"] | None = None,
         positions: Int[Array, "*B T"] | None = None,
         checked: bool = False,
-        fused_norms: bool = False,
     ) -> Float[Array, "*B T D"]:
         """The activations of the last layer.
 
@@ -339,8 +331,6 @@ class EncoderModel(Pretrained, nnx.Module):
                 None.
             checked: All ids, types and positions are known to be in their tables, which
                 saves some kernels.
-            fused_norms: Norms are computed with the matmuls that read them: for few
-                tokens, in inference, on one device, by an unstacked post-norm model.
 
         Raises:
             ValueError: `cu_seqlens` that are not traced do not fit the rows, a row is
@@ -356,9 +346,7 @@ class EncoderModel(Pretrained, nnx.Module):
             rows = [None if x is None else x[None] for x in rows]
             names = ("cu_seqlens", "token_types", "positions")
             named: dict[str, Any] = dict(zip(names, rows, strict=True))
-            hidden = self.hidden(
-                tokens[None], **named, checked=checked, fused_norms=fused_norms
-            )
+            hidden = self.hidden(tokens[None], **named, checked=checked)
             # An Explicit axis, of one device too, must not split what is taken away.
             axes = (None, "tokens", "act_embed")
             return constrain(hidden, axes, self.rules)[0]
@@ -380,8 +368,7 @@ class EncoderModel(Pretrained, nnx.Module):
         if checked:
             # One kernel sums the rows of all tables. XLA would store those of each.
             x = jax.lax.optimization_barrier(x)
-        fused = fused_norms and self.can_fuse_norms
-        x = x if fused else self.embed_norm(x)
+        x = self.embed_norm(x)
         x = embedded = x if self.embed_out is None else self.embed_out(x)
         variants = [config.attention(layer) for layer in range(config.num_layers)]
         if self.first is not None:
@@ -396,14 +383,13 @@ class EncoderModel(Pretrained, nnx.Module):
                 order = [config.block_of(layer) for layer in range(config.num_layers)]
             x, _ = run_stack(
                 self.blocks,
-                Unnormalized(x, self.embed_norm) if fused else x,
+                x,
                 state,
                 variants=variants,
                 remat=self.remat,
                 scan=self.scan_layers,
                 order=order,
             )
-            x = x.normalized() if fused else x
         x = x if self.norm is None else self.norm(x)
         return lose(x, lost, rules)
 

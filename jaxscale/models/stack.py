@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.checks import check_choice
 from jaxscale.nn.attention import AttentionConfig
-from jaxscale.nn.blocks import Block, Unnormalized
+from jaxscale.nn.blocks import Block
 from jaxscale.nn.context import packed_attention_saveable
 from jaxscale.nn.embeddings import Embed
 from jaxscale.nn.self_attention import AttentionState, Packed
@@ -32,7 +32,7 @@ from pallas_kernels.matmul.dense import OUT_NAME as DENSE_NAME
 from pallas_kernels.tile_sparse_matmul.passes import OUT_NAME as TILE_SPARSE_NAME
 
 
-type _Carry = tuple[Any, tuple[Any, ...]]
+type _Carry = tuple[Array, tuple[Any, ...]]
 """The residual stream, and the carried part of the state."""
 type _Layer = tuple[Block, Array | None]
 """A block, and whether it is active."""
@@ -139,7 +139,7 @@ def single_block(blocks: Block, layer: int) -> Block:
 
 def run_stack[State: AttentionState](
     blocks: Block | Sequence[Block],
-    x: Float[Array, "B T D"] | Unnormalized,
+    x: Float[Array, "B T D"],
     state: State,
     *,
     variants: Sequence[AttentionConfig | None],
@@ -148,8 +148,8 @@ def run_stack[State: AttentionState](
     order: Sequence[int] | None = None,
     keep_gathered: bool = False,
     active: Bool[Array, "L"] | None = None,
-    call: Callable[[Block, Any, State], tuple[Any, State]] | None = None,
-) -> tuple[Any, State]:
+    call: Callable[[Block, Array, State], tuple[Array, State]] | None = None,
+) -> tuple[Float[Array, "B T D"], State]:
     """Run all blocks in turn, ``x, state = block(x, state)``.
 
     Args:
@@ -292,7 +292,7 @@ def _as_computed(blocks: Block) -> Block:
 def _run_block(
     block: Block,
     values: Block | None,
-    x: Array | Unnormalized,
+    x: Array,
     carried: tuple[Any, ...],
     state: AttentionState,
     layer: Array,
@@ -311,7 +311,7 @@ def _run_block(
     def run(
         block: Block,
         values: Block | None,
-        x: Any,
+        x: Array,
         carried: tuple[Any, ...],
         state: AttentionState,
     ) -> _Carry:

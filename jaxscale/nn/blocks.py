@@ -39,7 +39,6 @@ from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel
-from pallas_kernels.matmul import norm_dense
 from pallas_kernels.matmul.activations import activate
 
 
@@ -325,54 +324,6 @@ def norm_of_sum(
     return norm(residual.astype(jnp.float32) + layer(h).astype(jnp.float32))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Unnormalized:
-    """A residual stream whose norm is left to the matmuls that read it.
-
-    With few tokens the norm takes less time than the launch of its kernel. In inference
-    on one device post-norm blocks take this and return it.
-    """
-
-    total: Float[Array, "B T D"]
-    """The sum that is to be normalized."""
-    norm: LayerNorm
-    """Its norm."""
-
-    def normalized(self) -> Float[Array, "B T D"]:
-        """The residual stream."""
-        return self.norm(self.total)
-
-    def projected(
-        self, layers: Sequence[Any], activations: Sequence[str | None]
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T _out"], ...]]:
-        """The residual stream and its projections: see `project_together`."""
-        norm, same = self.norm, len({*activations}) == 1
-        if not (same and norm.bias is not None and all(map(_is_plain, layers))):
-            x = self.normalized()
-            return x, project_together(layers, x, activations)
-        return norm_dense(
-            self.total,
-            norm.scale[...],
-            norm.bias[...],
-            [layer.weight for layer in layers],
-            [layer.bias[...].astype(layer.dtype) for layer in layers],
-            eps=norm.eps,
-            activation=activations[0],
-        )
-
-
-def _is_plain(layer: Any) -> bool:
-    """Whether a layer is a matmul and a bias, and nothing else."""
-    return (
-        isinstance(layer, ColumnParallelLinear)
-        and layer.bias is not None
-        and layer.quantization is None
-        and layer.low_rank is None
-        and layer.tensor_parallel is None
-    )
-
-
 class Block(nnx.Module):
     """Transformer block: pre-norm, serial or parallel, or post-norm.
 
@@ -477,8 +428,8 @@ class Block(nnx.Module):
 
     @explain_keywords
     def __call__(
-        self, x: Float[Array, "B T D"] | Unnormalized, state: Any = None
-    ) -> tuple[Any, Any]:
+        self, x: Float[Array, "B T D"], state: Any = None
+    ) -> tuple[Float[Array, "B T D"], Any]:
         """Transform the residual stream `x`.
 
         Args:
@@ -487,31 +438,13 @@ class Block(nnx.Module):
                 made by `attention_state`. None is one sequence per row.
 
         Returns:
-            The residual stream, of the type of `x`, and the state with the keys and
-            values of the tokens.
+            The residual stream, and the state with the keys and values of the tokens.
         """
-        if isinstance(x, Unnormalized):
-            return self._run_unnormalized(x, state)
         if state is None:
             state = attention_state(x.shape[:2], rules=self.attention.rules)
         with reduce_through(state.workspace) as held:
             x, state = self._run(x, state)
         return x, dataclasses.replace(state, workspace=held.workspace)
-
-    def _run_unnormalized[State: AttentionState](
-        self, stream: Unnormalized, state: State
-    ) -> tuple[Unnormalized, State]:
-        attention, mlp = self.attention, self.mlp
-        norms = self.attention_norm, self.mlp_norm
-        assert isinstance(norms[0], LayerNorm) and isinstance(norms[1], LayerNorm)
-        inputs = attention.inputs
-        x, projected = stream.projected(inputs, [None] * len(inputs))
-        attended, state = attention.attend(attention.split_heads(projected), state)
-        total = x + attention.out(attention.join_heads(attended))
-        stream = Unnormalized(total, norms[0])
-        x, projected = stream.projected(mlp.inputs, mlp.activations)
-        total = x + mlp.down(mlp.join(projected))
-        return Unnormalized(total, norms[1]), state
 
     def _run[State: AttentionState](
         self, x: Array, state: State

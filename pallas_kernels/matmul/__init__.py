@@ -4,7 +4,6 @@ from pallas_kernels.matmul.activations import ACTIVATIONS, gelu
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.config import MatmulConfig
 from pallas_kernels.matmul.dense import dense
-from pallas_kernels.matmul.norm_dense import norm_dense
 
 
-__all__ = ["ACTIVATIONS", "MatmulConfig", "dense", "gelu", "matmul", "norm_dense"]
+__all__ = ["ACTIVATIONS", "MatmulConfig", "dense", "gelu", "matmul"]

@@ -77,7 +77,7 @@ def dense(
                [0., 3.]], dtype=float32)
     """
     device = DeviceSpec.current()
-    check(x, ws, biases, activation)
+    _check(x, ws, biases, activation)
     implementations = {
         "mosaic_gpu": functools.partial(_mosaic_gpu, device=device),
         "xla": functools.partial(_xla, wide=device is None),
@@ -108,10 +108,9 @@ def dense(
     return by_shards(run, args, dims, out)(*args)
 
 
-def check(
+def _check(
     x: Array, ws: Sequence[Array], biases: Sequence[Array], activation: str | None
 ) -> None:
-    """Raise ValueError unless these are linear layers of one input."""
     check_activation(activation)
     check_floating(x=x.dtype)
     if not ws or len(ws) != len(biases):

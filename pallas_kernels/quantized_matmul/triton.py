@@ -29,6 +29,8 @@ class Launch:
     """Warps of a program."""
     num_stages: int
     """Steps in flight, and one more."""
+    weight_first: bool
+    """Whether the weight is the first operand; the kernel says why."""
 
 
 def launch_of(tokens: int, features: int, device: DeviceSpec) -> Launch:
@@ -41,19 +43,20 @@ def launch_of(tokens: int, features: int, device: DeviceSpec) -> Launch:
 
     Example:
         >>> from pallas_kernels.mosaic import H200
-        >>> launch_of(1, 4096, H200).block_n, launch_of(4096, 14336, H200).block_m
-        (32, 256)
+        >>> launch_of(1, 4096, H200).block_n, launch_of(4096, 14336, H200).num_warps
+        (32, 4)
     """
-    large = device.smem_bytes > 150_000
+    major, _ = device.compute_capability
+    weight_first = major not in (9, 10)
     if tokens > 64:
-        tiles = -(-tokens // 256) * -(-features // 128)
-        tall = device.compute_capability[0] == 9 and tiles >= device.num_sms
+        large = device.smem_bytes > 150_000
         return Launch(
-            block_m=256 if tall else 128,
+            block_m=128,
             block_n=128,
             block_k=64,
-            num_warps=8,
-            num_stages=4 if large and not tall else 3,
+            num_warps=8 if weight_first else 4,
+            num_stages=4 if large and weight_first else 3,
+            weight_first=weight_first,
         )
     block_m = max(16, 1 << (tokens - 1).bit_length())
     block_n = 2 * block_m
@@ -65,6 +68,7 @@ def launch_of(tokens: int, features: int, device: DeviceSpec) -> Launch:
         block_k=256 if block_m == 16 else 128,
         num_warps=2 if block_m == 16 else 4,
         num_stages=3 if block_m == 64 else 4,
+        weight_first=weight_first,
     )
 
 
@@ -131,4 +135,5 @@ def constants(x: Any, w: Any, launch: Launch) -> dict[str, Any]:
         "block_m": launch.block_m,
         "block_n": launch.block_n,
         "block_k": launch.block_k,
+        "weight_first": launch.weight_first,
     }

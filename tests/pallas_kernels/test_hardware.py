@@ -23,7 +23,6 @@ ASKED = {
         "api.py",
         "collective_matmul/scaled.py",  # public calls too, those of 8-bit operands
         "matmul/dense.py",  # and linear layers
-        "matmul/norm_dense.py",  # with the norm before them
         "tile_sparse_matmul/passes.py",  # the passes of the public call
         "mosaic/device.py",  # what the answer is
         "tunable.py",  # the tuner measures on the GPU at hand

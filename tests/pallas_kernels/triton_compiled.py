@@ -72,7 +72,33 @@ def compile_for(capability, kernel, dtypes, constants, *, num_warps, num_stages)
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": num_warps, "num_stages": num_stages},
     )
+    assert not reads_late(found.asm["ptx"]), "the next step overwrites registers"
     return found, *_registers(found.asm["cubin"])
+
+
+def reads_late(ptx):
+    """Whether a loop fills registers that ``wgmma`` of the step before may still read.
+
+    Triton 3.6 builds such loops where it pipelines a product whose first operand was
+    widened in registers: on an H200 some results are wrong, another few each time.
+    """
+    for _, body in re.findall(r"\n(\$L__BB\w+):(.*?)bra[.\w]*\s+\1;", ptx, re.DOTALL):
+        steps = re.findall(
+            r"wgmma\.(?:(mma_async)[^;]*?\},\s*(\{)?|(commit)|wait_group\S*\s+(\d+))",
+            body,
+        )
+        group, flying = set(), []  # steps whose registers a group of products reads
+        for step in range(2):
+            for multiplies, reads_registers, commits, left in steps:
+                if multiplies and reads_registers:
+                    if any(step - 1 in earlier for earlier in flying):
+                        return True
+                    group.add(step)
+                elif commits:
+                    flying, group = [*flying, group], set()
+                elif left:
+                    flying = flying[max(0, len(flying) - int(left)) :]
+    return False
 
 
 def _registers(cubin):

@@ -59,15 +59,8 @@ class Launched(NamedTuple):
     done: Callable[[], None] = lambda: None
     """Called once the result is there."""
 
-    def results(self, *, spin: bool = False) -> Iterator[tuple[int, np.ndarray]]:
-        """Index and result of each text, fp32, once they are there.
-
-        Args:
-            spin: Look again and again, instead of being woken.
-        """
-        result: Any = self.result
-        while spin and not result.is_ready():
-            pass
+    def results(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Index and result of each text, fp32, once they are there."""
         values = np.asarray(self.result, np.float32)
         self.done()
         for row, value in zip(self.rows, values, strict=False):
@@ -90,7 +83,7 @@ class Batch(NamedTuple):
     bounds: Any
     """Part of it [rows, room + 1]."""
     pinned: PinnedBuffer | None = None
-    """The memory of it, if programs read it there."""
+    """The memory of it, where programs read it; None on a mesh."""
 
     @classmethod
     def of(cls, whole: Any, size: int, *, types: bool) -> "Batch":
@@ -142,7 +135,6 @@ class EncodePrograms:
         types: int,
         mesh: Mesh | None,
         place: NamedSharding | None,
-        pinned: bool = False,
     ) -> None:
         """Flatten the model; nothing is compiled yet.
 
@@ -155,13 +147,12 @@ class EncodePrograms:
             rows: Rows per batch.
             types: Token types of the model; a batch has some if there are several.
             mesh: The devices; None is one.
-            place: Sharding of a batch; None is the first device.
-            pinned: A batch lies in pinned memory of the host, where programs read it;
-                not on a mesh.
+            place: Sharding of a batch; None is the first device, whose programs read
+                it in pinned memory of the host.
         """
         leaves, tree = jax.tree.flatten(model)
         host = _pinned(leaves) if mesh is None else None
-        self._buffers = PinnedBuffers(host) if pinned and host is not None else None
+        self._buffers = None if host is None else PinnedBuffers(host)
         stacked = StackedVectors(leaves) if mesh is None else None
         self._leaves = tuple(leaves) if stacked is None else stacked.arrays
         self._jitted = {
@@ -287,8 +278,8 @@ class EncodePrograms:
 def _pinned(leaves: Iterable[Any]) -> SingleDeviceSharding | None:
     """Pinned host memory of the only device of the leaves, if there is only one.
 
-    The last kernel of a program writes there directly. A separate copy to the host took
-    0.5 ms of 1.7 for one text.
+    A program reads its batch there, and its last kernel writes there directly. A
+    separate copy to the host took 0.5 ms of 1.7 for one text, one from the host 0.1.
     """
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     devices = {
@@ -299,20 +290,8 @@ def _pinned(leaves: Iterable[Any]) -> SingleDeviceSharding | None:
     return SingleDeviceSharding(devices.pop(), memory_kind="pinned_host")
 
 
-_FEW_TOKENS = 256
-"""Rows of at most so many tokens may have norms in matmuls."""
-
-
-def _hidden(
-    model: EncoderModel, tokens: Array, types: Any, bounds: Array, fused: bool
-) -> Array:
-    return model.hidden(
-        tokens,
-        cu_seqlens=bounds,
-        token_types=types,
-        checked=True,
-        fused_norms=fused and tokens.size <= _FEW_TOKENS,
-    )
+def _hidden(model: EncoderModel, tokens: Array, types: Any, bounds: Array) -> Array:
+    return model.hidden(tokens, cu_seqlens=bounds, token_types=types, checked=True)
 
 
 def embed(
@@ -323,10 +302,9 @@ def embed(
     *,
     pooling: Pooling,
     normalize: bool,
-    fused: bool = False,
 ) -> Float[Array, "B S D"]:
-    """A vector of each text, fp32; `fused` is `Encoder.fused_norms`."""
-    hidden = _hidden(model, tokens, types, bounds, fused)
+    """A vector of each text, fp32."""
+    hidden = _hidden(model, tokens, types, bounds)
     vectors = pool(hidden, bounds, pooling, model.rules).astype(jnp.float32)
     if not normalize:
         return vectors
@@ -339,11 +317,9 @@ def answer(
     tokens: Int[Array, "B T"],
     types: Int[Array, "B T"] | None,
     bounds: Int[Array, "B seqs_plus_1"],
-    *,
-    fused: bool = False,
 ) -> Float[Array, "B _ C"]:
     """What the head says of each text, or of each token."""
-    return model.answer(_hidden(model, tokens, types, bounds, fused), bounds)
+    return model.answer(_hidden(model, tokens, types, bounds), bounds)
 
 
 def _on_leaves(

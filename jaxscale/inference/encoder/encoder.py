@@ -68,16 +68,6 @@ class Encoder:
         (2, 32)
     """
 
-    pinned_tokens: bool = False
-    """Whether the tokens of a call lie in pinned memory of the host, where programs
-    read them, instead of being copied. A class may set it; not measured yet."""
-    spins: bool = False
-    """Whether `encode` and `predict` look again and again for a result, which takes a
-    CPU core, instead of being woken. Not measured yet."""
-    fused_norms: bool = False
-    """Whether programs of few tokens compute norms with the matmuls that read them: two
-    launches fewer a layer. Not measured yet."""
-
     @explain_keywords
     def __init__(
         self,
@@ -134,24 +124,17 @@ class Encoder:
         self.cuts = noted is not None
         """Whether `predict` truncates texts to `max_length` by default."""
         self.mesh = mesh
-        fused = self.fused_norms and mesh is None
-        encode = functools.partial(
-            embed, pooling=pooling, normalize=normalize, fused=fused
-        )
+        encode = functools.partial(embed, pooling=pooling, normalize=normalize)
         answers = model.head is not None and model.head.config.pools
         self._vectors = {"encode", "predict"} if answers else {"encode"}
         self._programs = EncodePrograms(
             self.model,
-            {
-                "encode": encode,
-                "predict": functools.partial(answer, fused=fused),
-            },
+            {"encode": encode, "predict": answer},
             vectors=self._vectors,
             rows=self._num_rows,
             types=config.token_types,
             mesh=mesh,
             place=self._place,
-            pinned=self.pinned_tokens,
         )
 
     @classmethod
@@ -256,7 +239,7 @@ class Encoder:
         width = self.model.config.d_model
         rows = np.empty((len(texts), width), np.float32)
         for launched in found:
-            for index, vector in launched.results(spin=self.spins):
+            for index, vector in launched.results():
                 rows[index] = vector
         return rows
 
@@ -301,12 +284,12 @@ class Encoder:
         if not head.config.pools:
             answers: list[Any] = [None] * len(texts)
             for launched in found:
-                for index, rows in launched.results(spin=self.spins):
+                for index, rows in launched.results():
                     answers[index] = rows
             return answers
         logits = np.empty((len(texts), head.config.num_labels), np.float32)
         for launched in found:
-            for index, row in launched.results(spin=self.spins):
+            for index, row in launched.results():
                 logits[index] = row
         return logits
 

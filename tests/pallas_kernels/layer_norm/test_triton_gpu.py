@@ -9,7 +9,7 @@ from tests.tolerances import RELATIVE, relative_error
 
 
 pytestmark = pytest.mark.gpu
-pytest.importorskip("jax_triton")
+pytest.importorskip("jax_triton", exc_type=ImportError)
 
 
 @pytest.mark.parametrize("shape", [(1, 768), (4097, 768), (300, 1000), (64, 8192)])

@@ -7,7 +7,7 @@ from tests.pallas_kernels.paged_attention.cases import Case, check
 
 
 pytestmark = pytest.mark.gpu
-pytest.importorskip("jax_triton")
+pytest.importorskip("jax_triton", exc_type=ImportError)
 LENGTHS = (0, 1, 63, 64, 255, 256, 257, 900)
 
 

@@ -9,13 +9,16 @@ from tests.tolerances import RELATIVE, relative_error
 
 
 pytestmark = pytest.mark.gpu
-pytest.importorskip("jax_triton")
+pytest.importorskip("jax_triton", exc_type=ImportError)
 
 
 @pytest.mark.parametrize("weight", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize(
     ("tokens", "depth", "features"),
-    [(1, 4096, 14336), (17, 1024, 4096), (64, 4096, 6144), (500, 1000, 1032)],
+    [
+        *((1, 4096, 14336), (17, 1024, 4096), (64, 4096, 6144), (500, 1000, 1032)),
+        (2048, 4096, 6144),
+    ],
 )
 def test_values(tokens, depth, features, weight):
     rng = np.random.default_rng(tokens)

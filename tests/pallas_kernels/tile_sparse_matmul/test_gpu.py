@@ -40,7 +40,7 @@ def poison(shape, dtype):
 
 def skip_without_triton(implementation):
     if implementation == "triton":
-        pytest.importorskip("jax_triton")
+        pytest.importorskip("jax_triton", exc_type=ImportError)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)

@@ -15,7 +15,7 @@ from tests.tiers import first
 
 
 pytestmark = pytest.mark.gpu
-pytest.importorskip("jax_triton")
+pytest.importorskip("jax_triton", exc_type=ImportError)
 
 
 CASES = list(itertools.product([64, 128, 256], FEATURES, LENGTHS))
