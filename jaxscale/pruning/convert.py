@@ -133,6 +133,8 @@ def sparsify(
         # Whole rows of tiles, in which some weights are zero.
         model = apply_masks(model, masks)
         masks = dataclasses.replace(masks, kept=masks.tiled)
+        if compress:  # half of it is multiplied
+            dense_above = min(2 * dense_above, 1.0)
     if separate and isinstance(model.blocks, Block):
         model, masks = unstacked(model), masks.separated()
     cut = _cut_layers(model, masks, drop_hidden)

@@ -134,7 +134,7 @@ class TileSparse24:
         return cls(
             values=jnp.asarray(compressed),
             metadata=jnp.asarray(words.view(np.int32)),
-            pattern=_with(w, None),
+            pattern=replace_values(w, None),
         )
 
     @classmethod
@@ -204,7 +204,7 @@ class TileSparse24:
         """The pattern with the shape and type of the values that were compressed."""
         *lead, columns, half = self.values.shape
         values = jax.ShapeDtypeStruct((*lead, 2 * half, columns), self.dtype)
-        return _with(self.pattern, values)
+        return replace_values(self.pattern, values)
 
     def decompress(self) -> TileSparse:
         """The weight as a `TileSparse`; exact, also under `jax.jit`."""
@@ -226,7 +226,7 @@ class TileSparse24:
         # Of the two one at most is in a place.
         fours = jnp.where(here, values[..., None], 0).sum(-2, dtype=values.dtype)
         values = fours.reshape(*lead, columns, 2 * half)
-        return _with(self.pattern, jnp.swapaxes(values, -1, -2))
+        return replace_values(self.pattern, jnp.swapaxes(values, -1, -2))
 
     def to_dense(self) -> Float[Array, "K N"]:
         """The weight with zeros where it was pruned; exact, also under `jax.jit`."""
@@ -237,7 +237,12 @@ class TileSparse24:
         return dataclasses.replace(self, pattern=self.pattern.packed())
 
 
-def _with(w: TileSparse, values: Any) -> TileSparse:
-    """The same pattern with other values, or what stands for them."""
+def replace_values(w: TileSparse, values: Any) -> TileSparse:
+    """The same pattern with other values, or what stands for them.
+
+    Args:
+        w: a weight.
+        values: an array, its shape, or None, as a `TileSparse24` has it.
+    """
     (_, *others), static = w.tree_flatten_with_keys()
     return TileSparse.tree_unflatten(static, (values, *(leaf for _, leaf in others)))
