@@ -247,16 +247,22 @@ def wgmma(*, token, mesh_location, thread, acc, a, b, source_info, a_is_ref):
         thread,
         logging_info=info,
     )
-    if shared_memory.detect_races:
-        # The tensor core reads on its own time, through the async proxy.
-        clock = shared_memory.incr_clock(thread)
-        clock.inc(shared_memory.get_next_tma_thread_id())
-        for key, access in operands:
-            callbacks.get_races().check_read(
-                thread, clock.async_smem_clock.copy(), key, access, source_info
-            )
-        shared_memory.pending_wgmma[thread].append(clock)
+    read_by_tensor_cores(shared_memory, thread, operands, source_info)
     return token
+
+
+def read_by_tensor_cores(shared_memory, thread, operands, source_info):
+    """Reads that last until ``wgmma_wait``, for race detection."""
+    if not shared_memory.detect_races or not operands:
+        return
+    # The tensor core reads on its own time, through the async proxy.
+    clock = shared_memory.incr_clock(thread)
+    clock.inc(shared_memory.get_next_tma_thread_id())
+    for key, access in operands:
+        callbacks.get_races().check_read(
+            thread, clock.async_smem_clock.copy(), key, access, source_info
+        )
+    shared_memory.pending_wgmma[thread].append(clock)
 
 
 @callbacks.fail_on_exception
