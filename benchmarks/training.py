@@ -33,10 +33,10 @@ per parameter and token plus attention, the whole matrix (`mfu_full`) or the cau
 Losses of the first `PARITY_STEPS` steps are compared: with plain JAX, or else PyTorch,
 or else ours in another way, on the same workload in the same command, whatever the
 layout. The largest relative difference is the error of the row, and above
-`PARITY_ERROR` the row is wrong. Alone, an implementation has no error. In fp8 these are
-the steps before a batch comes again: how fast random tokens are then memorized depends
-on roundings, and says little of text, on which `benchmarks.convergence` compares fp8
-with bf16.
+`PARITY_ERROR` the row is wrong. Alone, an implementation has no error. Beside fp8 these
+are the steps before a batch comes again: how fast random tokens are then memorized
+depends on roundings, and says little of text, on which `benchmarks.convergence`
+compares fp8 with bf16.
 
 Cases of several GPUs are named by their layout: ``fsdp4``, ``tp4``, ``tp2_pp2`` (a
 pipeline of 2 stages over 2 GPUs each). ``ablation_*`` are the steps of MegaScale's
@@ -93,7 +93,10 @@ MEMORY_FRACTION = "0.92"
 """Of a GPU, that JAX takes for its arrays; 0.75 if nothing says so."""
 
 BATCHES = 4
-"""Different ones, over and over."""
+"""Different ones, over and over; steps that are timed begin with the first again."""
+
+FRESH = min(WARM_UP, BATCHES)
+"""Steps before a batch comes again."""
 
 CHILD_SECONDS = 540.0
 """A child that takes longer hangs."""
@@ -256,8 +259,7 @@ def _implementation(name: str, **more: Any) -> Custom:
             raise NotImplementedError(reason)
         in_torch = name.startswith("torch")
         found = _in_torch(job) if in_torch else _in_child(name, job)
-        losses = found["losses"]
-        in_fp8 = job["quantization"] is not None
+        losses, quantized = found["losses"], job["quantization"] is not None
         return Trained(
             found["seconds"],
             None,
@@ -266,7 +268,7 @@ def _implementation(name: str, **more: Any) -> Custom:
                 "first_loss": losses[0],
                 "last_loss": losses[-1],
                 "peak_gib": found["peak_bytes"] / 2**30,
-                **(fp8_utilization(params, found["seconds"]) if in_fp8 else {}),
+                **(fp8_utilization(params, found["seconds"]) if quantized else {}),
             },
             num_devices=job["size"],
             losses=losses,
@@ -339,10 +341,18 @@ def measure(
         for name, result in trained.items():
             losses = " ".join(f"{loss:.4f}" for loss in result.losses)
             print(f"-- {case.name} {name}, losses: {losses}", flush=True)
-            others = {k: v for k, v in runs.items() if k != (case.name, name)}
-            steps = BATCHES if "fp8" in name or "float8" in name else PARITY_STEPS
-            result.max_rel_error = parity(result.losses[:steps], others)
+            others = {
+                other: losses[:FRESH] if in_fp8(name, other[1]) else losses
+                for other, losses in runs.items()
+                if other != (case.name, name)
+            }
+            result.max_rel_error = parity(result.losses, others)
         yield case, results
+
+
+def in_fp8(*names: str) -> bool:
+    """Whether one of some implementations multiplies in 8 bits."""
+    return any("fp8" in name or "float8" in name for name in names)
 
 
 def parity(
