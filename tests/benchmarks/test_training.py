@@ -174,3 +174,25 @@ def test_joined_kernels_of_torch_give_each_device_its_heads():
     stacked = equal_llama.weight(shape, "blocks.attention.query.kernel", 3)
     np.testing.assert_array_equal(stacked[1], parts[0])
     assert np.abs(stacked[0] - stacked[1]).max() > 0.1
+
+
+def test_beside_fp8_only_steps_of_new_batches_are_compared(monkeypatch):
+    """Losses of the 8B model on a GPU; the fourth step sees the first batch again."""
+    losses = {
+        "jaxscale": [12.2790, 12.2522, 12.2572, 10.7289],
+        "jaxscale_fp8": [12.2789, 12.2636, 12.2631, 10.9423],
+        "plain_jax": [12.2790, 12.2522, 12.2572, 10.9423],
+    }
+
+    def run_case(benchmark, case, names, samples):
+        return {n: training.Trained([1.0], None, losses=losses[n]) for n in names}
+
+    monkeypatch.setattr(training, "run_case", run_case)
+    case = training.BENCHMARK.quick_cases[0]
+
+    def errors(*names):
+        ((_, results),) = training.measure([case], names, 1)
+        return [result.max_rel_error for result in results.values()]
+
+    assert max(errors("jaxscale", "jaxscale_fp8")) < 1e-3
+    assert errors("jaxscale", "plain_jax")[0] > 1e-2

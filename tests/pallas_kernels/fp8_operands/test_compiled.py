@@ -29,7 +29,8 @@ CASES = {case.name: case for case in manifest.fp8_operand_cases()}
 def test_nothing_is_spilled_and_little_is_written_besides(name, names):
     found = compile_for_h200(kernels, "fp8_operands", name)
     assert [(k.name, k.spilled) for k in found.kernels] == [(n, 0) for n in names]
-    operand = CASES[name].arguments[0]
+    operand, *others = CASES[name].arguments
+    rounded = 3 if len(others) == 2 else 1  # a gated product and two gradients
     # The largest of each column that each block has seen, and no second operand.
-    assert sum(w.size for w in found.written(1)) < 0.13 * operand.size
-    assert len(found.thunks) <= 3
+    assert sum(w.size for w in found.written(1)) < 0.13 * rounded * operand.size
+    assert len(found.thunks) <= 2 * rounded + 1
