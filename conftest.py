@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 
@@ -26,6 +26,7 @@ if importlib.util.find_spec("beartype") is not None:
 
 import jax
 import pytest
+from _pytest.doctest import DoctestModule
 from jax._src.xla_bridge import backends_are_initialized
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -33,6 +34,8 @@ from jax.experimental.compilation_cache import compilation_cache
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+
+TESTS = Path(__file__).parent / "tests"
 
 pytest_plugins = ["tests.resume"]
 
@@ -95,6 +98,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not asks_for_gpus(config) or collection_path.suffix != ".py":
         return None
     return not re.search(r"mark\.(multi)?gpu\b", collection_path.read_text()) or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(
+    file_path: Path,
+) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for doctests in the packages alone: tests have none."""
+    found = yield
+    if file_path.is_relative_to(TESTS):
+        return [part for part in found if not isinstance(part, DoctestModule)]
+    return found
 
 
 def pytest_collection_modifyitems(

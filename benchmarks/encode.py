@@ -64,16 +64,23 @@ def ids_of(tokens: Any, lengths: Any) -> list[list[int]]:
     return [row[:n].tolist() for row, n in rows]
 
 
+def encoder_of[E: Encoder](
+    params: Params, leaves: Any, tokens: Any, lengths: Any, *, kind: type[E]
+) -> E:
+    """An encoder that has tokenized the texts of a request; nothing is compiled."""
+    config = encoder.config_of(params)
+    tokenizer = Prepared(ids_of(tokens, lengths), config.vocab_size)
+    model = encoder.model_of(params, leaves)
+    return kind(model, tokenizer, max_length=params["max_len"])
+
+
 def ours(params: Params) -> Callable:
     """The public call; all is made and compiled at the first one."""
     made: list[Encoder] = []
 
-    def run(leaves: Any, tokens: Any, lengths: Any) -> np.ndarray:
+    def run(*inputs: Any) -> np.ndarray:
         if not made:
-            config = encoder.config_of(params)
-            tokenizer = Prepared(ids_of(tokens, lengths), config.vocab_size)
-            model = encoder.model_of(params, leaves)
-            made.append(Encoder(model, tokenizer, max_length=params["max_len"]))
+            made.append(encoder_of(params, *inputs, kind=Encoder))
         return made[0].encode(["text"] * params["batch"], progress=False)
 
     return run

@@ -51,7 +51,8 @@ from jaxscale.models.stack import unstacked
 from jaxscale.nn import TileSparseLinear
 from jaxscale.nn.linear import Linear
 from jaxscale.pruning.layers import linears, replace_linears
-from pallas_kernels.tile_sparse_matmul import TileSparse
+from pallas_kernels.tile_sparse_matmul import TileSparse, TileSparse24
+from pallas_kernels.tile_sparse_matmul.format_24 import replace_values
 
 
 FILE = pathlib.Path(__file__).parent / "pruned_model.json"
@@ -66,6 +67,8 @@ LAYERS = {TRAINED: SETUPS[TRAINED].model.num_layers, UNTRAINED: 2}
 
 MASKS = ("tw", "tew")
 SPARSITIES = (0.5, 0.75, 0.9)
+SPARSITY_24 = 0.75
+"""Of tiles times 2:4, whose tiles are those of ``tw`` at 50%."""
 SEED = 0
 SCALE = 0.02
 """Of weights, as models are initialized."""
@@ -92,6 +95,8 @@ class Part:
     """G."""
     dense: bool = False
     """So much is kept that the layer stays dense."""
+    two_of_four: bool = False
+    """Two of four weights are kept inside the rows of tiles."""
 
     @property
     def kept(self) -> float:
@@ -125,7 +130,12 @@ class Part:
             weights=self.weights * rows * columns,
         )
 
-    def weight(self, seed: int) -> TileSparse:
+    def halved(self) -> "Part":
+        """The same tiles with 2:4 in their rows, which no layer is too full for."""
+        half = self.weights // 2
+        return dataclasses.replace(self, weights=half, dense=False, two_of_four=True)
+
+    def weight(self, seed: int) -> Any:
         """Random values where a mask keeps some, the same mask for every seed."""
         rng = np.random.default_rng(0)
         counts = np.array(self.counts, np.int32)
@@ -142,13 +152,16 @@ class Part:
             columns = jnp.asarray(np.sort(rng.permutation(self.shape[1])[:width]))
         whole = max(int(counts.sum()) * self.tile, 1)
         share = None if self.weights == whole else self.weights / whole
-        return TileSparse(
+        if self.two_of_four:
+            share = None
+        w = TileSparse(
             _values(seed, share, jnp.asarray(counts), room, self.tile),
             jnp.asarray(rows),
             jnp.asarray(counts),
             columns,
             shape=(self.inputs, width if self.packed else self.shape[1]),
         )
+        return _two_of_four(w, seed) if self.two_of_four else w
 
     def linear(
         self, layer: Linear, seed: int, *, implementation: str | None = None
@@ -189,6 +202,22 @@ def _values(
     return jnp.where(kept, jax.random.normal(key, shape, jnp.bfloat16), 0)
 
 
+def _two_of_four(w: TileSparse, seed: int) -> TileSparse24:
+    """Random values and positions in the rows of a weight, whole fours of them."""
+    pairs = jnp.array([4, 8, 12, 9, 13, 14], jnp.int32)  # first | second << 2
+    blocks, steps = w.tile // 64, w.room // 64
+    shape = w.tiles, blocks, steps, 128, 8
+    bits = jax.random.choice(jax.random.key(0, impl="rbg"), pairs, shape)
+    metadata = (bits << jnp.arange(0, 32, 4, dtype=jnp.int32)).sum(-1, dtype=jnp.int32)
+    values = normal(seed, w.tiles, w.tile, w.room // 2)
+    kept = jnp.arange(w.room // 2) // 2 < (w.counts // 4)[:, None]  # [T, P/2]
+    return TileSparse24(
+        values=jnp.where(kept[:, None], values, 0),
+        metadata=metadata,
+        pattern=replace_values(w, None),
+    )
+
+
 def normal(seed: int, *shape: int) -> jax.Array:
     """Random normal bfloat16."""
     return _normal(seed, shape)
@@ -211,6 +240,8 @@ class PrunedModel:
 
     def parts(self, mask: str, sparsity: float, kind: str) -> list[Part]:
         """What a mask keeps of one kind of matrix, block by block."""
+        if mask == "tw24":  # the tiles are those of tw that keep twice as much
+            return [p.halved() for p in self.parts("tw", 2 * sparsity - 1, kind)]
         return [block[kind] for block in self.blocks[label(mask, sparsity)]]
 
     def layers(
@@ -343,6 +374,9 @@ def trained(name: str = TRAINED) -> dict[str, Any]:
     }
     two_four = experiment.masks("two_four", 0.5)
     bits["two_four"] = experiment.bits(experiment.tuned(two_four, UPDATED)[0])
+    tiles = experiment.masks("tile_24", SPARSITY_24)
+    key = label("tw24", SPARSITY_24)
+    bits[key] = experiment.bits(experiment.tuned(tiles, "tile_24_updated")[0])
     kept = {}
     # The host ranks weights for the next masks while the GPU trains.
     with ThreadPoolExecutor(4) as pool:

@@ -77,8 +77,8 @@ BENCHMARK = Benchmark(
     metrics=metrics,
     # Ours does not read the weight in bf16.
     read_bytes=lambda params: params["N"] * params["K"],
-    # The matmul in bf16 is that of other weights.
-    max_rel_error=0.1,
+    # The matmul in bf16 is that of other weights; a wrong kernel is off by more.
+    max_rel_error=0.04,
     selectors={"rows": "M", "weights": "weights"},
 )
 

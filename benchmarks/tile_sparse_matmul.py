@@ -6,7 +6,8 @@ layer and by the number of tokens.
 The masks are those of a trained model that was pruned by ``tw`` (columns that go as a
 whole, then rows of each tile, so that tiles are uneven) and ``tew`` (the same and
 single weights besides), at the sizes of larger models: `benchmarks.pruned_model` says
-how. ``bits_per_byte`` is that of the very model, under the mask of the row or, for
+how. ``tw24`` has the tiles of ``tw`` that keep twice as much, and 2:4 in their rows.
+``bits_per_byte`` is that of the very model, under the mask of the row or, for
 baselines, dense, under 2:4 or with int8 weights.
 
 Times are those of the matrix in all ``layers`` of the model, one after another, since
@@ -49,6 +50,7 @@ from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.quantized_matmul import reference as quantized
 from pallas_kernels.tile_sparse_matmul import (
     TileSparse,
+    TileSparse24,
     tile_sparse_matmul,
 )
 
@@ -128,7 +130,7 @@ def _ours(name: str, params: Params) -> Form:
         return normal(seed + 1, part.inputs, params["M"]), part.weight(seed)
 
     def function(x: jax.Array, w: Any) -> jax.Array:
-        if not isinstance(w, TileSparse):
+        if not isinstance(w, TileSparse | TileSparse24):
             return w.T @ x
         return tile_sparse_matmul(
             x,
@@ -138,7 +140,7 @@ def _ours(name: str, params: Params) -> Form:
         )
 
     def exact(x: jax.Array, w: Any) -> jax.Array:
-        return (w.to_dense() if isinstance(w, TileSparse) else w).T @ x
+        return (w if isinstance(w, jax.Array) else w.to_dense()).T @ x
 
     return Form(
         operands,
@@ -449,6 +451,8 @@ def masked(case: Case) -> Iterator[Case]:
     for mask in pruned_model.MASKS:
         for sparsity in pruned_model.SPARSITIES:
             yield Case(case.name, {**case.params, "mask": mask, "sparsity": sparsity})
+    own = {"mask": "tw24", "sparsity": pruned_model.SPARSITY_24}
+    yield Case(case.name, {**case.params, **own})
 
 
 def cases() -> list[Case]:

@@ -33,10 +33,10 @@ per parameter and token plus attention, the whole matrix (`mfu_full`) or the cau
 Losses of the first `PARITY_STEPS` steps are compared: with plain JAX, or else PyTorch,
 or else ours in another way, on the same workload in the same command, whatever the
 layout. The largest relative difference is the error of the row, and above
-`PARITY_ERROR` the row is wrong. Alone, an implementation has no error. In fp8 these are
-the steps before a batch comes again: how fast random tokens are then memorized depends
-on roundings, and says little of text, on which `benchmarks.convergence` compares fp8
-with bf16.
+`PARITY_ERROR` the row is wrong. Alone, an implementation has no error. Where one of two
+is in fp8 these are the steps before a batch comes again, `WARM_UP`: how fast random
+tokens are then memorized depends on roundings, and says little of text, on which
+`benchmarks.convergence` compares fp8 with bf16.
 
 Cases of several GPUs are named by their layout: ``fsdp4``, ``tp4``, ``tp2_pp2`` (a
 pipeline of 2 stages over 2 GPUs each). ``ablation_*`` are the steps of MegaScale's
@@ -340,24 +340,28 @@ def measure(
             losses = " ".join(f"{loss:.4f}" for loss in result.losses)
             print(f"-- {case.name} {name}, losses: {losses}", flush=True)
             others = {k: v for k, v in runs.items() if k != (case.name, name)}
-            steps = BATCHES if "fp8" in name or "float8" in name else PARITY_STEPS
-            result.max_rel_error = parity(result.losses[:steps], others)
+            result.max_rel_error = parity(name, result.losses, others)
         yield case, results
 
 
 def parity(
-    losses: Sequence[float], others: Mapping[tuple[str, str], Sequence[float]]
+    name: str,
+    losses: Sequence[float],
+    others: Mapping[tuple[str, str], Sequence[float]],
 ) -> float | None:
     """Largest relative difference to the losses of the best reference, if any.
 
     Args:
-        losses: Of the steps of an implementation.
+        name: An implementation.
+        losses: Of its steps.
         others: The same, by case and implementation, of the others.
     """
     ranked = sorted(others, key=lambda key: REFERENCES.index(key[1]))
     if not ranked:
         return None
-    pairs = [*zip(losses, others[ranked[0]], strict=False)][:PARITY_STEPS]
+    in_8_bits = any("fp8" in n or "float8" in n for n in (name, ranked[0][1]))
+    steps = WARM_UP if in_8_bits else PARITY_STEPS
+    pairs = [*zip(losses, others[ranked[0]], strict=False)][:steps]
     differences = [abs(a - b) / abs(b) for a, b in pairs]
     # A loss that is not a number is as far off as can be.
     return max(d if d == d else float("inf") for d in differences)

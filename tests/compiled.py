@@ -72,6 +72,8 @@ class Compiled:
     CUDA graph) starts follows it, indented."""
     kernels: tuple[Kernel, ...]
     """In the order in which they were compiled, equal ones once."""
+    serialized: tuple[str, ...] = ()
+    """What ptxas says of wgmma instructions that it makes wait for each other."""
 
     def count(self, operation: str) -> int:
         """How often an operation stands in the program; asynchronous ones count once.
@@ -122,7 +124,8 @@ def compile_for_h200(
     if "error" in answer:
         raise RuntimeError(answer["error"])
     kernels = tuple(Kernel(**kernel) for kernel in answer.pop("kernels"))
-    return Compiled(**answer | {"kernels": kernels, "thunks": tuple(answer["thunks"])})
+    lists = {name: tuple(answer[name]) for name in ("thunks", "serialized")}
+    return Compiled(**answer | lists | {"kernels": kernels})
 
 
 class _Child:
@@ -196,8 +199,8 @@ def _answer(module: str, name: str, arguments: list[Any], count: int) -> dict[st
     options = lowered._lowering._compiler_options_kvs  # of `jax.jit`
     key = repr((version, os.environ["XLA_FLAGS"], *options, count, text, H200_TARGET))
     path = CACHE / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    if path.exists():
-        return json.loads(path.read_text())
+    if path.exists() and "serialized" in (kept := json.loads(path.read_text())):
+        return kept
     with (
         tempfile.TemporaryFile("w+") as messages,
         tempfile.TemporaryDirectory() as dump,
@@ -211,7 +214,8 @@ def _answer(module: str, name: str, arguments: list[Any], count: int) -> dict[st
             os.dup2(before, 1)
             os.close(before)
         messages.seek(0)
-        kernels = kernels_in(messages.read())
+        said = messages.read()
+        kernels = kernels_in(said)
         # There is a second file where passes changed what the first says.
         file = sorted(Path(dump).glob("*.thunk_sequence*.txt"))[-1]
         thunks = re.sub(r"\d+: (\w+) *\[.*?\] *(\S*).*", r"\1 \2", file.read_text())
@@ -225,6 +229,7 @@ def _answer(module: str, name: str, arguments: list[Any], count: int) -> dict[st
         "temporaries": memory.temp_size_in_bytes,
         "thunks": [line.rstrip() for line in thunks.splitlines()],
         "kernels": kernels,
+        "serialized": re.findall(r"\(C75\d\d\).*", said),
     }
     CACHE.mkdir(exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")

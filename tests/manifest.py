@@ -11,7 +11,9 @@ down: a commit that changes kernels on purpose holds their new hashes and says s
 
 Nothing is traced for an op whose code is the one that `manifest.json` was written for:
 it holds a digest of all syntax that an op is made of. The digest changes with the code,
-not with comments and docstrings, and a stale one costs time and hides nothing.
+not with comments and docstrings, and a stale one costs time and hides nothing. Before
+``--write`` writes another digest, it compiles the cases of `tests.registers` and
+refuses kernels that spill, so that equal code need not be compiled again.
 """
 
 import argparse
@@ -44,6 +46,9 @@ from pallas_kernels.decode_layer import LayerWeights, NextProjection, decode_lay
 from pallas_kernels.decode_layer.specs import SPECS as DECODE_LAYER
 from pallas_kernels.fp8_operands import (
     quantize_and_transpose,
+    quantize_gated,
+    quantize_gated_gradients,
+    quantize_rms_norm,
     quantize_rows,
     transpose,
     transpose_rows,
@@ -65,6 +70,7 @@ from pallas_kernels.tile_sparse_matmul.specs import SPECS as TILE_SPARSE
 from pallas_kernels.varlen_attention import (
     RelativeBias,
     RelativeBuckets,
+    paged_varlen_attention,
     varlen_attention,
 )
 from pallas_kernels.varlen_attention.specs import SPECS as ATTENTION
@@ -146,6 +152,7 @@ def attention_cases() -> Iterator[Case]:
         yield Case(spec.name, both, (q, k, v, per_head))
     yield from fp8_cases()
     yield from relative_cases()
+    yield from chunk_cases()
 
 
 def fp8_cases() -> Iterator[Case]:
@@ -203,6 +210,29 @@ def relative_cases() -> Iterator[Case]:
 
         arguments = q, dict.fromkeys(terms, entries), per_head
         yield Case(name, with_gradients(run), arguments)
+
+
+def chunk_cases() -> Iterator[Case]:
+    """Chunks of prompts over pages: as LLaMA 3 8B is served, and other sizes."""
+    for head_dim, page, options in (
+        (128, 64, {}),
+        (64, 16, {"window": 1000}),
+        (256, 256, {"softcap": 50.0}),
+    ):
+        arrays = {
+            "q": array(2048, 32, head_dim),
+            "pages": array(2, 1024, 2, 8, page, head_dim),
+            "layer": array(dtype=INT32),
+            "table": array(16, 64, dtype=INT32),
+            "cu_seqlens_q": array(17, dtype=INT32),
+            "lengths": array(16, dtype=INT32),
+        }
+
+        def run(arrays, options=options):
+            options = options | {"implementation": "mosaic_gpu"}
+            return paged_varlen_attention(**arrays, **options)
+
+        yield Case(f"chunks_d{head_dim}_page{page}", run, (arrays,))
 
 
 def paged_attention_cases() -> Iterator[Case]:
@@ -309,6 +339,23 @@ def fp8_operand_cases() -> Iterator[Case]:
             return *found, transpose(found[0], **options)
 
         yield Case(f"{spec.name}_per_tensor", both, (x, array(dtype=FP32)))
+        if spec.x_dtype != "bfloat16" or spec.dtype != "float8_e4m3fn":
+            continue
+
+        def gated(gate, up, g):
+            gate_options = {"activation": "silu", **options}
+            return (
+                quantize_gated(gate, up, "float8_e4m3fn", **gate_options),
+                quantize_gated_gradients(gate, up, g, "float8_e5m2", **gate_options),
+            )
+
+        def norm(x, weight):
+            return quantize_rms_norm(x, weight, "float8_e4m3fn", eps=1e-5, **options)
+
+        if "mlp" in spec.name:
+            yield Case(f"{spec.name}_gated", gated, (x, x, x))
+        elif "hidden" in spec.name:
+            yield Case(f"{spec.name}_norm", norm, (x, array(spec.k, dtype=FP32)))
 
 
 def layer_norm_cases() -> Iterator[Case]:
@@ -463,6 +510,11 @@ def digest(op: str) -> str:
     return kernel_code.digest(sorted([Path(__file__), *kernel_code.sources(op)]))
 
 
+def is_written(op: str, manifest: Mapping[str, Any]) -> bool:
+    """Whether the code of an op is the one that was compiled and written down."""
+    return manifest["jax"] == jax.__version__ and manifest["code"][op] == digest(op)
+
+
 # --- The file -------------------------------------------------------------------------
 
 
@@ -487,6 +539,11 @@ def compare(op: str, manifest: dict[str, Any], *, write: bool) -> int:
     for name in written.keys() - current.keys():
         print(f"{op} {name}: gone")
         changed += 1
+    if write and not is_written(op, manifest):
+        from tests import registers
+
+        for name in registers.CASES.get(op, ()):
+            registers.check(op, name)
     manifest["kernels"][op], manifest["code"][op] = current, digest(op)
     return changed
 

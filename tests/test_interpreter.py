@@ -522,6 +522,31 @@ def test_grid_points_in_order_give_no_false_races():
         np.testing.assert_array_equal(np.asarray(fn(x)), x)
 
 
+def test_copies_begin_at_multiples_of_16_bytes():
+    """Along the last axis, where a GPU stops the kernel."""
+
+    def copy(first, x):
+        def body(x_ref, y_ref, smem, barrier):
+            plgpu.copy_gmem_to_smem(x_ref.at[:, pl.ds(first, 4)], smem, barrier)
+            plgpu.barrier_wait(barrier)
+            y_ref[...] = smem[...]
+
+        scratch = [plgpu.SMEM((8, 4), F32), plgpu.Barrier()]
+        out_type = jax.ShapeDtypeStruct((8, 4), F32)
+        return np.asarray(
+            jax.jit(plgpu.kernel(body, out_type=out_type, scratch_types=scratch))(x)
+        )
+
+    x = values(8)
+    with interpret_mosaic_gpu():
+        np.testing.assert_array_equal(copy(4, x), x[:, 4:8])
+    with (
+        pytest.raises(IndexError, match="copy from element 5 of the last axis"),
+        interpret_mosaic_gpu(),
+    ):
+        copy(5, x)
+
+
 def test_deadlock_on_a_semaphore_ends(capfd):
     def body(x_ref, y_ref, done):
         @pl.when(lax.axis_index("x") != 2)

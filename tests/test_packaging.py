@@ -340,8 +340,8 @@ def test_cuda_extras_take_the_pinned_jax():
 
 def test_ci_runs_the_commands_of_the_readme():
     steps = (ROOT / ".ci/run").read_text()
-    for command in ("make lint", "make test", "make quickstart"):
-        assert re.search(rf"^{command}$", steps, re.MULTILINE), command
+    for command in ("lint", "test", "quickstart"):
+        assert re.search(rf"^make .*\b{command}\b", steps, re.MULTILINE), command
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     assert "run: .ci/run" in workflow
     version = (ROOT / ".python-version").read_text().strip()

@@ -258,7 +258,8 @@ def _report(
             print(f"{label}: {result.reason}", flush=True)
             wrong += [f"{label}: {result.reason}"] if result.failed else []
             continue
-        error, allowed = result.max_rel_error, benchmark.max_rel_error
+        error = result.max_rel_error
+        allowed = benchmark.errors_of.get(name, benchmark.max_rel_error)
         if error is not None and not error <= allowed:
             wrong.append(f"{label}: error {error:.2g}, allowed {allowed:g}")
         else:

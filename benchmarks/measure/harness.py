@@ -188,6 +188,8 @@ class Benchmark:
     """Device time for kernels, wall time end to end."""
     max_rel_error: float = 3e-2
     """An implementation that is off by more is wrong: not written, exit status 1."""
+    errors_of: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The same of implementations that round more than the others."""
     samples: int = 30
     """Times taken of each implementation, over ``ROUNDS`` rounds."""
     burst: int = 1

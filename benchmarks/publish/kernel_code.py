@@ -1,6 +1,7 @@
 """The code that kernels are made of, by which rows and `tests/manifest.json` age."""
 
 import ast
+import functools
 import hashlib
 import re
 from collections.abc import Iterable
@@ -39,6 +40,7 @@ def digest(files: Iterable[Path]) -> str:
     return total.hexdigest()[:12]
 
 
+@functools.cache
 def syntax(text: str) -> str:
     """The code without comments, docstrings and places."""
     tree = ast.parse(text)

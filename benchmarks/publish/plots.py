@@ -399,9 +399,70 @@ def _learning(figure: Any, record: records.Record) -> None:
             panel.legend(fontsize=8)
 
 
+SHORT_MS = 0.05
+"""Spans of `_requests` that are not drawn one by one, together ``others``."""
+
+
+def _requests(figure: Any, record: records.Record) -> None:
+    """Three bars for each request: pieces of the call, what XLA names of it, the GPU.
+
+    The pieces follow each other as they are drawn. What XLA names lies anywhere within
+    the pieces ``call`` and ``wait``, and gaps lie between kernels: such spans are drawn
+    by their sums, the longest first.
+    """
+    import matplotlib as mpl
+
+    rows, palette = record["rows"], mpl.colormaps["tab20"].colors  # pyright: ignore
+    figure.set_size_inches(7.5, 1.6 + 1.35 * len(rows))
+    colors: dict[str, Any] = {"kernels": "0.5", "gaps": "0.85"}
+    for panel, row in zip(
+        figure.subplots(len(rows), squeeze=False).flat, rows, strict=True
+    ):
+        params, ms = row["params"], {k: x / 1e3 for k, x in row["metrics"].items()}
+        pieces = [
+            (key[: -len("_us")], ms[key])
+            for key in ("plan_us", "write_us", "call_us", "wait_us", "read_us")
+        ]
+        named = sorted(
+            (
+                (key.removeprefix("host "), time)
+                for key, time in ms.items()
+                if key.startswith("host ") and key != "host call"
+            ),
+            key=lambda one: -one[1],
+        )
+        long = [one for one in named if one[1] >= SHORT_MS]
+        long += [("others", sum(time for _, time in named[len(long) :]))]
+        gpu = [("kernels", ms.get("kernel_us", 0)), ("gaps", ms.get("gap_us", 0))]
+        begin = ms["plan_us"] + ms["write_us"]
+        bars = (0.0, pieces), (begin, long), (ms.get("before_gpu_us", 0.0), gpu)
+        for y, (left, spans) in enumerate(bars):
+            for name, time in spans:
+                color = colors.setdefault(name, palette[len(colors) % 20])
+                panel.barh(y, time, 0.8, left, color=color, label=name)
+                if time > 0.07 * sum(length for _, length in pieces):
+                    middle = left + time / 2
+                    panel.text(
+                        middle, y, f"{time:.2f}", fontsize=7, ha="center", va="center"
+                    )
+                left += time
+        panel.set_yticks(range(3), ["host", "of it, by XLA", "GPU"], fontsize=8)
+        panel.invert_yaxis()
+        panel.set_title(
+            f"{params['batch']} text{'s' * (params['batch'] > 1)}, "
+            f"{params['tokens']:,} tokens: {row['time_us'] / 1e3:.2f} ms",
+            fontsize=9,
+        )
+        panel.grid(axis="x", alpha=0.3)
+    figure.axes[-1].set_xlabel("ms", fontsize=8)
+    figure.suptitle(_title(record))
+    _legend(figure)
+
+
 SHAPES = {
     "collective_matmul": _overlap,
     "convergence": _learning,
+    "encode_timeline": _requests,
     "encoder": _encoders,
     "varlen_attention": _attention,
     "pruning_accuracy": _accuracy,

@@ -98,6 +98,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
         for model in ("bert_base", "deberta_v3_base", "albert_base", "distilbert_base")
     ),
     ("encoder", "encode"),
+    ("encoder", "encode_timeline"),
     ("encoder", "encoder_service"),
     ("training", "fine_tuning"),
     ("training", "training_loop"),

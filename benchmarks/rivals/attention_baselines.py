@@ -232,14 +232,11 @@ DESCALES = "q_descale", "k_descale", "v_descale"
 def quantized(spec: VarlenSpec, *packed: jax.Array) -> tuple[jax.Array, ...]:
     """Q, k and v in 8 bits, then the scales of each sequence and key head."""
     bounds_q, bounds_k = spec.cu_seqlens()
-    whole = packed[0].ndim == 4  # a row is a sequence
-    of_arrays = [None] * 3 if whole else [bounds_q, bounds_k, bounds_k]
     pairs = [
         quantize_heads(x, bounds, num_kv_heads=spec.num_kv_heads)
-        for x, bounds in zip(packed, of_arrays, strict=True)
+        for x, bounds in zip(packed, (bounds_q, bounds_k, bounds_k), strict=True)
     ]
-    scales = (x[:, 0] if whole else x for _, x in pairs)  # [B, K]
-    return *(data for data, _ in pairs), *scales
+    return *(data for data, _ in pairs), *(scale for _, scale in pairs)
 
 
 def whole_rows(spec: VarlenSpec, gradient: bool) -> Form:

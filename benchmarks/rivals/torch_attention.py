@@ -119,8 +119,9 @@ def flash_attn_4(spec: VarlenSpec, gradient: bool, deterministic: bool = False) 
 def flash_attn_3(spec: VarlenSpec, gradient: bool, fp8: bool = False) -> Form:
     """FlashAttention-3 from vLLM's wheel, which has no gradients.
 
-    The environment variable that `vllm_serving` names says where that is. vLLM builds
-    the kernels of packed sequences alone, so those of one length are packed, too.
+    The environment variable that `vllm_serving` names says where that is. The operator
+    beneath vLLM's function is called; vLLM's build takes packed sequences alone, also
+    where they have one length.
     """
     if gradient:
         raise NotImplementedError("vLLM's FlashAttention-3 has no gradients")

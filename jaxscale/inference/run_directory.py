@@ -104,8 +104,11 @@ def load_run(
     file = directory / MASKS_FILE
     if sparse and file.is_file():
         masks = Masks.load(file)
-        if masks.config.pattern in TILE_WISE:
-            model = place(sparsify(model, masks, separate=True), mesh, rules)
+        pattern, tile = masks.config.pattern, masks.config.tile
+        if pattern in TILE_WISE:
+            compress = pattern == "tw24" and tile % 64 == 0  # as the format wants it
+            pruned = sparsify(model, masks, separate=True, compress=compress)
+            model = place(pruned, mesh, rules)
     return model if quantization is None else quantize(model, quantization)
 
 

@@ -276,12 +276,9 @@ _parts.defvjp(lambda stack: (_parts(stack), None), _joined)
 def _as_computed(blocks: Block) -> Block:
     """A stack whose matrices have the type in which they are multiplied.
 
-    That is the type of their gradients, which are kept in it until they are used. fp8
-    layers round the parameters themselves, and their gradients are fp32.
+    That is the type of their gradients, which are kept in it until they are used.
     """
     layer: Any = blocks.mlp.down
-    if getattr(layer, "quantization", None) is not None:
-        return blocks
     return jax.tree.map(
         lambda x: x.astype(layer.dtype) if x.ndim > 2 else x,  # [L, in, out]
         blocks,
@@ -317,7 +314,8 @@ def _run_block(
     ) -> _Carry:
         if values is not None:
             place = None if remat == "none" else _place(block, layer, x)
-            block = jax.tree.map(functools.partial(_read, place), block, values)
+            read = functools.partial(_read, _in_fp8(block), place)
+            block = jax.tree.map(read, block, values)
         x, after = block(x, state.carrying(carried).at(layer, variant))
         return x, after.carried
 
@@ -327,17 +325,32 @@ def _run_block(
     return kept(block, values, x, carried, state)
 
 
-@jax.custom_vjp
-def _read(place: Array | None, part: Array, values: Array) -> Array:
-    """``values``, or ``values[place]``, with the type and the gradient of `part`."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _read(as_stored: bool, place: Array | None, part: Array, values: Array) -> Array:
+    """``values``, or ``values[place]``, with the gradient of `part`, and its type.
+
+    Layers in fp8 round what they read themselves, and read it `as_stored`.
+    """
     if place is not None:
         values = jax.lax.dynamic_index_in_dim(values, place, keepdims=False)
-    return values.astype(part.dtype)
+    return values if as_stored else values.astype(part.dtype)
 
 
-_read.defvjp(
-    lambda *args: (_read(*args), None), lambda _, gradient: (None, gradient, None)
-)
+def _read_forward(
+    as_stored: bool, place: Array | None, part: Array, values: Array
+) -> tuple[Any, Any]:
+    return _read(as_stored, place, part, values), jnp.zeros((), part.dtype)
+
+
+def _read_backward(_: bool, like: Any, gradient: Any) -> tuple[None, Any, None]:
+    return None, gradient.astype(like.dtype), None
+
+
+_read.defvjp(_read_forward, _read_backward)
+
+
+def _in_fp8(block: Block) -> bool:
+    return getattr(block.mlp.down, "quantization", None) is not None
 
 
 def _place(block: Block, layer: Array, x: Array) -> Array:
@@ -348,7 +361,7 @@ def _place(block: Block, layer: Array, x: Array) -> Array:
     is, it would rather convert the whole stack, for each layer, and where it may read
     all of them at once, it keeps them all.
     """
-    if getattr(block.mlp.down, "quantization", None) is not None:
+    if _in_fp8(block):
         return layer
     return jax.lax.optimization_barrier((layer, jax.lax.stop_gradient(x)))[0]
 

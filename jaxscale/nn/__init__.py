@@ -7,8 +7,8 @@ from jaxscale.nn.cache import (
     PagedMixed,
     PagedRows,
     append_rows,
+    clear_tails,
     empty_pages,
-    read_rows,
 )
 from jaxscale.nn.convolution import SequenceConvolution
 from jaxscale.nn.disentangled import (
@@ -82,6 +82,7 @@ __all__ = [
     "assign_rows",
     "attention",
     "attention_state",
+    "clear_tails",
     "empty_pages",
     "layer_norm",
     "make_norm",
@@ -89,7 +90,6 @@ __all__ = [
     "pack",
     "pack_sequences",
     "positions",
-    "read_rows",
     "rms_norm",
     "rope_inv_freq",
     "rotary",

@@ -24,8 +24,10 @@ from jaxscale.nn.linear import (
     ColumnParallelLinear,
     Linear,
     RowParallelLinear,
+    norm_in_fp8,
     project_and_sum,
     project_together,
+    rounds_rows,
 )
 from jaxscale.nn.norms import LayerNorm, RMSNorm
 from jaxscale.nn.self_attention import Attention, AttentionState, attention_state
@@ -38,7 +40,7 @@ from jaxscale.sharding.decode_all_reduce import reduce_through
 from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
-from jaxscale.sharding.tensor_parallel import TensorParallel
+from jaxscale.sharding.tensor_parallel import TensorParallel, feed_forward
 from pallas_kernels.matmul.activations import activate
 
 
@@ -161,10 +163,19 @@ class MLP(nnx.Module):
             return (None,) * len(self.inputs)
         return (self.activation,)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Transform each token; all-gather the input and reduce-scatter the result."""
+    def __call__(
+        self, x: Float[Array, "B T D"], norm: RMSNorm | LayerNorm | None = None
+    ) -> Float[Array, "B T D"]:
+        """Transform each token; all-gather the input and reduce-scatter the result.
+
+        Args:
+            x: Activations.
+            norm: A norm of `x` before the layers.
+        """
         if not self.is_sparse:
-            return self.down(self.hidden(x))
+            out = self._in_fp8(x, norm)
+            return self.down(self.hidden(x, norm)) if out is None else out
+        x = x if norm is None else norm(x)
         # Activations between sparse layers stay feature-major.
         x = constrain(x, ("batch", None, "act_embed"), self.down.rules)
         projected = [
@@ -174,9 +185,36 @@ class MLP(nnx.Module):
         down: Any = self.down
         return down(self.join(projected, along=0), feature_major=(True, False))
 
-    def hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+    def _in_fp8(self, x: Array, norm: RMSNorm | LayerNorm | None) -> Array | None:
+        """The result if the whole network rounds what it computes as it goes."""
+        layers: list[Any] = [self.gate, self.up, self.down]
+        gate, up, down = layers
+        if (
+            gate is None
+            or not rounds_rows(layers, x.dtype)
+            or self.joined is not None
+            or gate.bias is not None
+            or up.bias is not None
+        ):
+            return None
+        x, rms = norm_in_fp8(norm, layers, x)
+        out = feed_forward(
+            x,
+            [layer.factor for layer in layers],
+            kernel_axes=[layer.kernel_axes for layer in layers],
+            out_axes=down.out_axes,
+            activation=GATED[self.activation],
+            rules=down.rules,
+            tensor_parallel=down.tensor_parallel,
+            norm=rms,
+        )
+        return None if out is None else down.add_bias(out)
+
+    def hidden(
+        self, x: Float[Array, "B T D"], norm: RMSNorm | LayerNorm | None = None
+    ) -> Float[Array, "B T F"]:
         """Return the input of `down`, if not all layers are sparse."""
-        return self.join(project_together(self.inputs, x, self.activations))
+        return self.join(project_together(self.inputs, x, self.activations, norm))
 
     @property
     def is_sparse(self) -> bool:
@@ -451,25 +489,24 @@ class Block(nnx.Module):
     ) -> tuple[Array, State]:
         attention, mlp = self.attention, self.mlp
         pre_norm = None if self.post_norm else self.attention_norm
-        h = x if pre_norm is None else pre_norm(x)
         if self.parallel:
             count = len(attention.inputs)
             activations = (*[None] * count, *mlp.activations)
             if self.mlp_norm is None:
                 projected = project_together(
-                    [*attention.inputs, *mlp.inputs], h, activations
+                    [*attention.inputs, *mlp.inputs], x, activations, pre_norm
                 )
             else:
                 projected = [
-                    *project_together(attention.inputs, h),
-                    *project_together(mlp.inputs, self.mlp_norm(x), mlp.activations),
+                    *project_together(attention.inputs, x, norm=pre_norm),
+                    *project_together(mlp.inputs, x, mlp.activations, self.mlp_norm),
                 ]
             heads = attention.split_heads(projected[:count])  # [B, T, N or K, H]
             attended, state = attention.attend(heads, state)
             hidden = attention.join_heads(attended), mlp.join(projected[count:])
             return x + project_and_sum([attention.out, mlp.down], hidden), state
         projected = project_together(
-            attention.inputs, h
+            attention.inputs, x, norm=pre_norm
         )  # [B, T, N H], [B, T, K H] twice
         heads = attention.split_heads(projected)  # [B, T, N or K, H]
         attended, state = attention.attend(heads, state)
@@ -488,7 +525,7 @@ class Block(nnx.Module):
         if self.attention_out_norm is not None:
             attended = self.attention_out_norm(attended)
         x = x + attended
-        h = mlp(x if self.mlp_norm is None else self.mlp_norm(x))
+        h = mlp(x, self.mlp_norm)
         if self.mlp_out_norm is not None:
             h = self.mlp_out_norm(h)
         return x + h, state

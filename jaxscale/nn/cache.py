@@ -6,9 +6,9 @@ layers; the caller's page tables say which pages are a sequence's, and in which 
 
 Pages in fp8 (E4M3) have `scales`, by which their contents are multiplied.
 
-Legend: B sequences, R new tokens of a sequence, T tokens of a packed row, S rows to
-read, N query heads, K key/value heads, H head dim, L layers, P pages, G tokens of a
-page, W pages of a sequence.
+Legend: B sequences, R new tokens of a sequence, T tokens of a packed row, N query
+heads, K key/value heads, H head dim, L layers, P pages, G tokens of a page, W pages of
+a sequence.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Self
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.self_attention import AttentionState
@@ -27,10 +27,7 @@ from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.inputs import as_stored
-from pallas_kernels.varlen_attention import (
-    segment_ids_from_cu_seqlens,
-    varlen_attention,
-)
+from pallas_kernels.varlen_attention import paged_varlen_attention
 
 
 PAGES_AXES = (None, None, None, "act_kv_heads", None, None)
@@ -96,7 +93,7 @@ def append_rows(
         ...     num_layers=1, num_pages=2, page_size=4, num_kv_heads=1, head_dim=2
         ... )
         >>> pages = append_rows(pages, 0, jnp.array([5]), jnp.ones((1, 2, 1, 2)))
-        >>> print(read_rows(pages, 0, jnp.array([4, 5]))[:, 0, 0])  # keys
+        >>> print(pages[0, 1, 0, 0, :2])  # keys
         [[0. 0.]
          [1. 1.]]
     """
@@ -107,29 +104,28 @@ def append_rows(
     return pages.at[layer, page, :, :, offset].set(new, mode="drop")
 
 
-def read_rows(
+def clear_tails(
     pages: Float[Array, "L P 2 K G H"],
-    layer: Int[Array, ""] | int,
-    rows: Int[Array, "S"],
-    scales: Float[Array, "L P 2 K"] | None = None,
-) -> Float[Array, "S 2 K H"]:
-    """Keys and values of one layer at `rows`; zeros for rows past the pool.
+    table: Int[Array, "B W"],
+    ends: Int[Array, "B"],
+) -> Float[Array, "L P 2 K G H"]:
+    """`pages` without values past the end of each sequence in its last page.
 
-    They have the type of the pages, or fp32 if there are `scales`; see `append_rows`.
+    A page that a sequence gets may hold what another left there, even NaN, which
+    attention multiplies by zero.
 
     Args:
         pages: The pool.
-        layer: Number of the layer.
-        rows: Slot of each token in the pool of a layer: page times page size, plus the
-            offset within the page.
-        scales: Scales of 8-bit pages.
+        table: The page table of each sequence.
+        ends: Tokens of each sequence, those of this step included.
     """
-    page, offset = jnp.divmod(rows, pages.shape[4])
-    held = pages.at[layer, page, :, :, offset].get(mode="fill", fill_value=0)
-    if scales is None:
-        return held
-    scales = scales.at[layer, page].get(mode="fill", fill_value=0.0)
-    return held.astype(jnp.float32) * scales[..., None]
+    size = pages.shape[4]
+    last = jnp.maximum(ends - 1, 0)
+    page = jnp.take_along_axis(table, last[:, None] // size, axis=1)  # [B, 1]
+    offset = jnp.arange(size, dtype=jnp.int32)
+    unused = (offset > last[:, None] % size) & (ends > 0)[:, None]  # [B, G]
+    page = jnp.where(unused, page, pages.shape[1])
+    return pages.at[:, page, 1, :, offset].set(0, mode="drop")
 
 
 @typing.no_type_check
@@ -251,18 +247,20 @@ class PagedChunks(_Pages):
     """Prefill: chunks of several prompts, packed into one row, [1, T].
 
     Each chunk attends to itself and to the tokens of its sequence that are in pages
-    already, all read from the pages: chunking a prompt does not change the result.
+    already, all read from the pages: chunking a prompt does not change the result. See
+    `clear_tails` for what the last page of a chunk must not hold.
     """
 
     rows: Int[Array, "T"] = dataclasses.field(metadata={"axes": (None,)})
     """Rows to write the keys and values of each token to; past the pool for padding."""
-    key_rows: Int[Array, "S"] = dataclasses.field(metadata={"axes": (None,)})
-    """Rows of the keys of each sequence, from its first token to the last of its chunk,
-    sequence after sequence."""
-    cu_q: Int[Array, "1 bounds"] = dataclasses.field(metadata={"axes": (None, None)})
+    cu_q: Int[Array, "bounds"] = dataclasses.field(metadata={"axes": (None,)})
     """Boundaries of the chunks in T."""
-    cu_k: Int[Array, "1 bounds"] = dataclasses.field(metadata={"axes": (None, None)})
-    """Boundaries of the sequences in S."""
+    prompt_table: Int[Array, "B W"] = dataclasses.field(metadata={"axes": (None, None)})
+    """The page table of the sequences of the chunks."""
+    ends: Int[Array, "B"] = dataclasses.field(metadata={"axes": (None,)})
+    """Tokens of each of these sequences up to the last of its chunk."""
+    max_keys: int | None = dataclasses.field(default=None, metadata={"static": True})
+    """Most of them together, see `paged_varlen_attention`."""
 
     @typing.override
     def attend(
@@ -273,44 +271,24 @@ class PagedChunks(_Pages):
         config: AttentionConfig,
         implementation: str | None = None,
     ) -> tuple[Array, Self]:
+        del implementation  # names attention without pages
         self._check(config)
         new = jnp.stack([k[0], v[0]], axis=1)  # [T, 2, K, H]
         pages = append_rows(self.pages, self.layer, self.rows, new, self.scales)
-        held = read_rows(pages, self.layer, self.key_rows, self.scales)
-        held = held.astype(q.dtype)
-        held, lost = self._apart(held, q.shape[1])
-        out = varlen_attention(
-            q,
-            held[None, :, 0],
-            held[None, :, 1],
+        out = paged_varlen_attention(
+            q[0],
+            pages,
+            self.layer,
+            self.prompt_table,
             self.cu_q,
-            self.cu_k,
-            causal=True,
-            window=config.limits,
+            self.ends,
+            kv_scales=self.scales,
+            window=config.window,
             scale=config.logits_scale,
             softcap=config.softcap,
-            implementation=implementation,
+            max_keys=self.max_keys,
         )
-        out = typing.cast(Array, out)  # a tuple only with return_lse
-        out = jnp.where(lost[None, :, None, None], jnp.nan, out)
-        return out, dataclasses.replace(self, pages=pages)
-
-    def _apart(
-        self, held: Shaped[Array, "S 2 K H"], num_tokens: int
-    ) -> tuple[Array, Bool[Array, "T"]]:
-        """Replace non-finite keys and values by zeros, and mark the tokens that attend
-        to them.
-
-        Kernels multiply masked values by zero: non-finite ones would reach other
-        sequences.
-        """
-        finite = jnp.isfinite(held).all(axis=(1, 2, 3))  # [S]
-        held = jnp.where(finite[:, None, None, None], held, 0)
-        # Padding has the id -1, the last of as many entries as there are bounds.
-        of_keys = segment_ids_from_cu_seqlens(self.cu_k[0], held.shape[0])
-        of_tokens = segment_ids_from_cu_seqlens(self.cu_q[0], num_tokens)
-        lost = jnp.zeros(self.cu_k.shape[1], bool).at[of_keys].max(~finite)
-        return held, lost[of_tokens]
+        return out[None], dataclasses.replace(self, pages=pages)
 
 
 @typing.no_type_check

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float
 
 from jaxscale.keywords import explain_keywords
 from jaxscale.nn.embeddings import NORMAL_INIT
-from jaxscale.sharding.fp8 import Fp8, check_fp8
+from jaxscale.nn.norms import RMSNorm
+from jaxscale.sharding.fp8 import Fp8, Norm, check_fp8
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
@@ -170,8 +171,7 @@ class Linear(nnx.Module):
     def factor(self) -> Float[Array, "in out"]:
         """The kernel as `column_parallel` and `row_parallel` take it.
 
-        Matmuls in fp8 round it themselves, so that its gradient is not rounded before
-        it reaches the parameter.
+        Matmuls in fp8 round it themselves, in the pass that reads it.
         """
         return self.weight if self.quantization is None else self.kernel[...]
 
@@ -320,6 +320,7 @@ def project_together(
     layers: Sequence[Any],
     x: Float[Array, "B T in"],
     activations: Sequence[str | None] | None = None,
+    norm: Any = None,
 ) -> tuple[Float[Array, "B T _out"], ...]:
     """The projections of `x` by several layers, after one shared all-gather.
 
@@ -330,8 +331,10 @@ def project_together(
         x: Activations.
         activations: Activation of each projection: a name in
             `pallas_kernels.matmul.ACTIVATIONS`, or None.
+        norm: A norm of `x` before the projections, or None.
     """
     first = layers[0]
+    x, rms = norm_in_fp8(norm, layers, x)
     if activations is None:
         activations = [None] * len(layers)
     if not all(isinstance(layer, ColumnParallelLinear) for layer in layers):
@@ -369,6 +372,7 @@ def project_together(
             rules=first.rules,
             tensor_parallel=first.tensor_parallel,
             quantization=first.quantization,
+            norm=rms,
         )
     ]
     return tuple(
@@ -407,6 +411,24 @@ def _project_dense(
     return tuple(
         constrain(out, layer.out_axes, first.rules)
         for out, layer in zip(outs, layers, strict=True)
+    )
+
+
+def norm_in_fp8(norm: Any, layers: Sequence[Any], x: Array) -> tuple[Array, Norm]:
+    """`x` and a norm that layers round as they compute it, or ``norm(x)`` and None."""
+    if isinstance(norm, RMSNorm) and rounds_rows(layers, norm.dtype, x.dtype):
+        return x, (norm.factors, norm.eps)
+    return x if norm is None else norm(x), None
+
+
+def rounds_rows(layers: Sequence[Any], *dtypes: DTypeLike) -> bool:
+    """Whether layers read their input in fp8 alone, and `dtypes` are theirs."""
+    return all(
+        isinstance(layer, _TensorParallelLinear)
+        and layer.quantization == "fp8"
+        and layer.low_rank is None
+        and {jnp.dtype(layer.dtype)} == {jnp.dtype(dtype) for dtype in dtypes}
+        for layer in layers
     )
 
 

@@ -110,10 +110,13 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """The normalized tokens, or heads of tokens, in `dtype`."""
-        scale = self.scale[...]
-        if self.plus_one:
-            scale = 1 + scale.astype(jnp.float32)
-        return rms_norm(x, scale, self.eps).astype(self.dtype)
+        return rms_norm(x, self.factors, self.eps).astype(self.dtype)
+
+    @property
+    def factors(self) -> Float[Array, "D"]:
+        """The factor of each feature, in fp32."""
+        scale = self.scale[...].astype(jnp.float32)
+        return 1 + scale if self.plus_one else scale
 
 
 class LayerNorm(nnx.Module):

@@ -19,6 +19,7 @@ from jaxscale.sharding.shards import per_shard
 from pallas_kernels.matmul.activations import activate
 from pallas_kernels.tile_sparse_matmul import (
     TileSparse,
+    TileSparse24,
     pin_zeros,
     tile_sparse_matmul,
 )
@@ -53,7 +54,7 @@ class TileSparseLinear(nnx.Module):
 
     def __init__(
         self,
-        weight: TileSparse,
+        weight: TileSparse | TileSparse24,
         *,
         split: Literal["rows", "columns"] | None,
         kernel_axes: tuple[str | None, str | None],
@@ -67,7 +68,8 @@ class TileSparseLinear(nnx.Module):
         """Take over a weight.
 
         Args:
-            weight: Stacked shards, [S, ...]; [L, S, ...] for a stack of layers.
+            weight: Stacked shards, [S, ...]; [L, S, ...] for a stack of layers. A
+                `TileSparse24` is for inference.
             split: Dimension of the shards: input features (rows) or output features.
             kernel_axes: Logical axes of the dense kernel.
             out_axes: Logical axes of the result, (batch, tokens, features).
@@ -85,9 +87,10 @@ class TileSparseLinear(nnx.Module):
         self.dtype = dtype
         self.rules = rules
         self.implementation = implementation
-        self.shape, self.granularity = weight.shape, weight.granularity
+        kept = weight.abstract if isinstance(weight, TileSparse24) else weight
+        self.shape, self.granularity = kept.shape, kept.granularity
         self.zeros_stay = zeros_stay
-        self.equal_counts, self.steps = weight.equal_counts, weight.steps
+        self.equal_counts, self.steps = kept.equal_counts, kept.steps
         self.bias = bias
         # The shards split one axis of the kernel, a single shard none. Along the other,
         # FSDP stores a part of the rows of each tile.
@@ -100,29 +103,41 @@ class TileSparseLinear(nnx.Module):
             return kind(array, out_sharding=names, eager_sharding=False)
 
         self.values = variable(nnx.Param, weight.values, None, storage, None)
-        self.rows = variable(SparsePattern, weight.rows, None, None)
-        self.counts = variable(SparsePattern, weight.counts, None)
+        self.rows = variable(SparsePattern, kept.rows, None, None)
+        self.counts = variable(SparsePattern, kept.counts, None)
+        self.metadata = (
+            variable(SparsePattern, weight.metadata, *(None,) * 4)
+            if isinstance(weight, TileSparse24)
+            else None
+        )
 
         def optional(array: Array | None) -> Any:
             return None if array is None else variable(SparsePattern, array, None)
 
-        self.columns = optional(weight.columns)
-        self.places = optional(weight.places)
-        self.order = optional(weight.order)
+        self.columns = optional(kept.columns)
+        self.places = optional(kept.places)
+        self.order = optional(kept.order)
 
     @property
-    def weight(self) -> TileSparse:
-        """The stacked shards, in the type of the computation."""
+    def weight(self) -> Any:
+        """The stacked shards, `TileSparse` or `TileSparse24`, in `dtype`."""
         values = self.values[...]
+        if self.zeros_stay and self.metadata is None:
+            values = pin_zeros(values)
+        values = values.astype(self.dtype)
         optional = self.columns, self.places, self.order
         leaves = (
-            (pin_zeros(values) if self.zeros_stay else values).astype(self.dtype),
+            None if self.metadata is not None else values,
             self.rows[...],
             self.counts[...],
             *(None if leaf is None else leaf[...] for leaf in optional),
         )
         static = (self.shape, self.granularity, self.equal_counts, self.steps)
-        return TileSparse.tree_unflatten(static, leaves)
+        kept = TileSparse.tree_unflatten(static, leaves)
+        if self.metadata is None:
+            return kept
+        metadata = self.metadata[...]
+        return TileSparse24(values=values, metadata=metadata, pattern=kept)
 
     @property
     def _shards_of_bias(self) -> Float[Array, "S C"] | None:
@@ -229,6 +244,8 @@ def can_join_sparse(layers: Sequence[Any]) -> bool:
     if len(layers) < 2 or not all(type(la) is TileSparseLinear for la in layers):
         return False
     kinds = {(la.split, la.bias is None, la.implementation) for la in layers}
+    if any(la.metadata is not None for la in layers):
+        return False
     if len(kinds) > 1 or layers[0].split is not None or layers[0].bias is not None:
         return False
     stacked = any(la.values[...].ndim != 4 for la in layers)  # [S, T, P, G]

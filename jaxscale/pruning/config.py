@@ -9,7 +9,7 @@ from jaxscale.checks import check_choice
 from jaxscale.keywords import explained
 
 
-type Pattern = Literal["ew", "vw", "bw", "2:4", "tw_k", "tw", "tew"]
+type Pattern = Literal["ew", "vw", "bw", "2:4", "tw_k", "tw", "tew", "tw24"]
 
 PATTERNS: dict[str, str] = {
     "ew": "single weights, anywhere",
@@ -19,10 +19,11 @@ PATTERNS: dict[str, str] = {
     "tw_k": "pieces of rows in tiles of columns",
     "tw": "whole columns, then pieces of rows in tiles of the kept columns",
     "tew": "as tw, and a few single weights besides",
+    "tw24": "as tw, and of each column two of every four kept rows",
 }
 """Each pattern, and the unit that it keeps or prunes as a whole."""
 
-TILE_WISE = ("tw_k", "tw", "tew")
+TILE_WISE = ("tw_k", "tw", "tew", "tw24")
 """Patterns whose masks `jaxscale.pruning.sparsify` turns into sparse layers."""
 
 
@@ -49,7 +50,7 @@ class PruneConfig:
     pattern: Pattern = "tw"
     """Sparsity pattern: ew (single weights), vw (vectors along K), bw (blocks), 2:4,
     tw_k (tile-wise, rows only), tw (tile-wise, columns then rows), tew (tw and
-    some single weights)."""
+    some single weights), tw24 (tw and 2:4 inside the kept rows)."""
     tile: int = 128
     """G, columns of a tile; the GPU kernels take 64, 128 and 256."""
     k_granularity: int = 1
@@ -110,6 +111,11 @@ class PruneConfig:
                 f"sparsity {self.sparsity}, expected 0.5: pattern 2:4 knows no other; "
                 "use tw for other shares"
             )
+        if self.pattern == "tw24" and self.sparsity < 0.5:
+            raise ValueError(
+                f"sparsity {self.sparsity}, expected at least 0.5: pattern tw24 prunes "
+                "half of what its tiles keep; use tw for less"
+            )
         for name in ("tile", "block", "vector", "shards"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
@@ -135,6 +141,17 @@ class PruneConfig:
     def with_sparsity(self, sparsity: float) -> "PruneConfig":
         """The same settings for another sparsity."""
         return dataclasses.replace(self, sparsity=sparsity)
+
+    @property
+    def whole_rows(self) -> "PruneConfig":
+        """The settings of the tiles of tw24, half of which 2:4 then prunes."""
+        bound = self.max_layer_sparsity
+        return dataclasses.replace(
+            self,
+            pattern="tw",
+            sparsity=2 * self.sparsity - 1,
+            max_layer_sparsity=None if bound is None else max(2 * bound - 1, 0),
+        )
 
     @property
     def least_share(self) -> float:

@@ -30,9 +30,14 @@ from jaxscale.pruning.layers import (
     matrices,
     replace_linears,
 )
-from jaxscale.pruning.masks import Masks, check_masks, layer_shards
+from jaxscale.pruning.masks import Masks, apply_masks, check_masks, layer_shards
 from jaxscale.pruning.tilewise import tile_columns
-from pallas_kernels.tile_sparse_matmul import TileSparse, cover, group_columns
+from pallas_kernels.tile_sparse_matmul import (
+    TileSparse,
+    TileSparse24,
+    cover,
+    group_columns,
+)
 
 
 DENSE_ABOVE = 0.75
@@ -52,6 +57,7 @@ def sparsify(
     drop_hidden: bool = True,
     dense_above: float = DENSE_ABOVE,
     separate: bool = False,
+    compress: bool = False,
     implementation: str | None = None,
 ) -> Any:
     """A copy of `model` whose pruned layers store and compute only what is kept.
@@ -81,11 +87,13 @@ def sparsify(
 
     Args:
         model: The dense model; its weights may be masked already.
-        masks: Tile-wise masks (patterns ``tw_k``, ``tw`` and ``tew``).
+        masks: Tile-wise masks (patterns ``tw_k``, ``tw``, ``tew`` and ``tw24``).
         drop_hidden: Remove pruned hidden features.
         dense_above: Fraction of kept weights, 0 to 1, above which a layer stays dense;
             1 keeps none dense.
         separate: Give every block of a stack its own shapes; the result is not scanned.
+        compress: Compress the layers of pattern ``tw24`` for sparse tensor cores
+            (`pallas_kernels.tile_sparse_matmul.TileSparse24`), for inference alone.
         implementation: Implementation of `tile_sparse_matmul`; None picks one.
 
     Returns:
@@ -94,7 +102,9 @@ def sparsify(
 
     Raises:
         ValueError: the pattern is not tile-wise, the masks do not fit the model, or it
-            has fp8 matmuls or sparse layers.
+            has fp8 matmuls or sparse layers; with `compress`, the pattern is not tw24,
+            tiles are no multiple of 64, or rows are in another order than the masks
+            were made for.
 
     Example:
         >>> from flax import nnx
@@ -114,6 +124,17 @@ def sparsify(
             f"{list(TILE_WISE)}; run the masked dense model, as apply_masks gives it"
         )
     check_masks(model, masks)
+    if compress and masks.config.pattern != "tw24":
+        raise ValueError(
+            f"compress of pattern {masks.config.pattern!r}, expected 'tw24': only 2:4 "
+            "inside the rows of tiles can be compressed"
+        )
+    if masks.config.pattern == "tw24":
+        # Whole rows of tiles, in which some weights are zero.
+        model = apply_masks(model, masks)
+        masks = dataclasses.replace(masks, kept=masks.tiled)
+        if compress:  # half of it is multiplied
+            dense_above = min(2 * dense_above, 1.0)
     if separate and isinstance(model.blocks, Block):
         model, masks = unstacked(model), masks.separated()
     cut = _cut_layers(model, masks, drop_hidden)
@@ -134,7 +155,7 @@ def sparsify(
 
     def convert(name: str, layer: Linear) -> Linear | TileSparseLinear:
         if name in packed:
-            return packed[name].linear(layer, implementation)
+            return packed[name].linear(layer, implementation, compress)
         kernel = layer.kernel[...]
         kept = jax.device_put(dense[name], kernel.sharding)
         masked: Any = layer.kernel.replace(jnp.where(kept, kernel, 0))
@@ -230,7 +251,7 @@ def _hidden(
     config = masks.config
     names = (*network.inputs, network.down)
     whole = config.pattern == "tew" or (
-        config.pattern == "tw" and config.k_granularity == 1
+        config.pattern in ("tw", "tw24") and config.k_granularity == 1
     )
     if not whole or not {*names} <= {*masks}:
         return None
@@ -239,7 +260,7 @@ def _hidden(
     _, shards = layer_shards(layers[network.inputs[0]], config.shards)
     for hidden, *kept in zip(alive, *masked, strict=True):
         both = np.concatenate(kept) & hidden  # [K of all inputs, F]
-        parts = np.split(both, shards, 1) if config.pattern == "tw" else ()
+        parts = np.split(both, shards, 1) if config.pattern != "tew" else ()
         if any(tiles_of(part, config.tile) is None for part in parts):
             return None  # a tile would lose some of its columns
     # A hidden feature without weights is zero, or the activation of its bias.
@@ -273,14 +294,16 @@ class _Packed:
     columns: list[jax.Array] | None
     """The hidden feature of each output, if others are removed."""
 
-    def linear(self, layer: Linear, implementation: str | None) -> TileSparseLinear:
+    def linear(
+        self, layer: Linear, implementation: str | None, compress: bool
+    ) -> TileSparseLinear:
         """The sparse form of a layer."""
         weight = self.stacked(layer.kernel.shape[:-2], layer.kernel[...].dtype)
         bias: Any = layer.bias
         if bias is not None and self.columns is not None:
             bias = bias.replace(self.packed_bias(bias[...]))
         return TileSparseLinear(
-            weight,
+            TileSparse24.compress(weight) if compress else weight,
             split=self.split,
             kernel_axes=layer.kernel_axes,
             out_axes=layer.out_axes,
@@ -434,7 +457,10 @@ def _pack(cut: _Cut, config: PruneConfig, feeder: _Packed | None) -> _Packed:
         columns = [w.columns for w in weights if w.columns is not None]
         weights = [w.packed() for w in weights]
     return _Packed(
-        split=cut.split, weights=weights, zeros_stay=zeros_stay, columns=columns
+        split=cut.split,
+        weights=weights,
+        zeros_stay=zeros_stay or config.pattern == "tw24",
+        columns=columns,
     )
 
 

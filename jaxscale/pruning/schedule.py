@@ -102,7 +102,8 @@ class MaskState(NamedTuple):
     """The optimizer state of masked gradients."""
 
     codes: dict[str, Any]
-    """Code of each weight, by layer: 0 pruned, 1 in a tile, 2 a single weight."""
+    """Code of each weight, by layer: 0 pruned, 1 in a tile, 2 a single weight, -1
+    pruned in a tile."""
 
 
 def mask_gradients(masks: Masks) -> optax.GradientTransformation:
@@ -252,8 +253,8 @@ class Pruner:
         chosen = choose(state.model, self.config.dense)
         masks = Masks(
             config=self.config,
-            kept={name: code != 0 for name, code in codes.items()},
-            tiled={name: code == 1 for name, code in codes.items()},
+            kept={name: code > 0 for name, code in codes.items()},
+            tiled={name: abs(code) == 1 for name, code in codes.items()},
             chosen=chosen,
         )
         done = [s.sparsity for s in self.stages if s.step <= int(state.step)]
@@ -336,7 +337,7 @@ def _masked(
 
         def zeroed(x: jax.Array) -> jax.Array:
             x = jax.device_put(x, jax.memory.Space.Device)  # may be on the host
-            return jnp.where(kept != 0, x, jnp.zeros_like(x))
+            return jnp.where(kept > 0, x, jnp.zeros_like(x))
 
         return jax.tree.map(zeroed, node)
 
@@ -363,7 +364,8 @@ def _is_masks(node: Any) -> bool:
 
 
 def _codes(masks: Masks) -> dict[str, np.ndarray]:
-    return {
-        name: np.where(masks.tiled[name], 1, np.where(kept, 2, 0)).astype(np.int8)
-        for name, kept in masks.kept.items()
-    }
+    found = {}
+    for name, kept in masks.kept.items():
+        tiled = masks.tiled[name].astype(np.int8)
+        found[name] = np.where(kept, 2 - tiled, -tiled)
+    return found

@@ -116,7 +116,7 @@ def work(masks: Masks) -> Work:
             kept = matrices(masks.kept[name])[i]
             in_tiles = matrices(masks.tiled[name])[i]
             dense += kept.size
-            tiled += int(in_tiles.sum())
+            tiled += int((kept & in_tiles).sum())
             single += int((kept & ~in_tiles).sum())
             if masks.config.tiled:
                 rows = tile_counts(in_tiles, masks.config.tile, masks.config.pattern)

@@ -25,6 +25,10 @@ The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
 3. Single weights (tew). Steps 1 and 2 keep a little less, and the best of the other
    weights fill up what is missing.
 
+With tw24 steps 1 and 2 keep twice as much. Of each column of a tile the best two of
+every four kept rows then stay. Fours are counted in the order in which the rows come
+when the model runs: hidden features in that of the columns of the layer before.
+
 A-priori tuning: the paper uses element-wise pruning to find important units. The
 authors' code does not contain that step, so this is our definition: element-wise
 pruning at the same sparsity keeps the fraction :math:`e_u` of unit :math:`u`, and the
@@ -102,6 +106,9 @@ def make_masks(matrices: Sequence[Matrix], config: PruneConfig) -> list[Mask]:
 def _make_masks(matrices: Sequence[Matrix], config: PruneConfig) -> list[Mask]:
     if config.pattern == "tew":
         return _tile_element_wise(matrices, config)
+    if config.pattern == "tw24":
+        whole = _tile_wise(matrices, config.whole_rows)
+        return _two_four_in_tiles(matrices, whole, config)
     pattern = {
         "ew": _element_wise,
         "vw": _vector_wise,
@@ -327,6 +334,56 @@ def _tile_element_wise(matrices: Sequence[Matrix], config: PruneConfig) -> list[
         Mask(kept=mask | extra, tiled=mask)
         for mask, extra in zip(tiled, single, strict=True)
     ]
+
+
+def _two_four_in_tiles(
+    matrices: Sequence[Matrix], whole: Sequence[np.ndarray], config: PruneConfig
+) -> list[Mask]:
+    """Masks that keep two of every four rows of each column of the tiles of `whole`."""
+    found = []
+    for matrix, mask in zip(matrices, whole, strict=True):
+        scores = matrix.scores
+        if matrix.previous is not None:
+            scores = np.where(matrix.previous, scores, -np.inf)
+        height = len(mask) // matrix.row_shards
+        feeders = [
+            other
+            for before, other in zip(matrices, whole, strict=True)
+            if matrix.fed_by and matrix.fed_by in (before.name, before.shares)
+        ]
+        order = np.arange(len(mask))
+        if feeders:
+            wide = np.concatenate(feeders)
+            comes = [
+                height * s + _ordered(part, config.tile)
+                for s, part in enumerate(np.split(wide, matrix.row_shards, 1))
+            ]
+            # Features that do not come but are kept, if too few come, follow.
+            order = np.concatenate([*comes, order])
+            order = order[np.sort(np.unique(order, return_index=True)[1])]
+        kept = np.zeros_like(mask)
+        for shard in range(matrix.row_shards):
+            mine = order[order // height == shard]
+            for tile in _ordered(mask, config.tile).reshape(-1, config.tile):
+                rows = mine[mask[mine, tile[0]]]
+                extra = -len(rows) % 4
+                fours = np.pad(
+                    scores[np.ix_(rows, tile)],
+                    ((0, extra), (0, 0)),
+                    constant_values=-np.inf,
+                ).reshape(-1, 4, config.tile)
+                rank = np.argsort(np.argsort(-fours, axis=1, kind="stable"), axis=1)
+                best_two = (rank < 2) & np.isfinite(fours)
+                best_two = best_two.reshape(-1, config.tile)[: len(rows)]
+                kept[np.ix_(rows, tile)] = best_two
+        found.append(Mask(kept=kept, tiled=mask))
+    return found
+
+
+def _ordered(tiled: Bool[np.ndarray, "K N"], tile: int) -> Int[np.ndarray, " C"]:
+    """The columns of the tiles, tile by tile."""
+    columns = tile_columns(tiled, tile, "tw")
+    return np.arange(tiled.shape[1]) if columns is None else columns
 
 
 def _balance(

@@ -21,6 +21,10 @@ matmul    left, scales along          right, scales along
 
 With one scale per tensor ("fp8_tensorwise") the forms differ only by a transposition.
 
+With a scale per row, what is computed for a matmul alone (a norm, a gated product, its
+gradients) is rounded in the pass that computes it, and weights that are stored in parts
+(FSDP) are all-gathered in fp8.
+
 Tokens are all-gathered in fp8, and partial sums reduce-scattered in the type of the
 computation. With ``tensor_parallel="fused"`` these matmuls are those of
 `pallas_kernels.collective_matmul`, forward and backward: kernels where they were tuned
@@ -61,9 +65,13 @@ from pallas_kernels.collective_matmul import (
     scaled_matmul_reduce_scatter,
 )
 from pallas_kernels.fp8_operands import (
+    QuantizedRows,
     inverse_scale,
     power_of_two_scale,
     quantize_and_transpose,
+    quantize_gated,
+    quantize_gated_gradients,
+    quantize_rms_norm,
     quantize_rows,
     transpose,
     transpose_rows,
@@ -77,6 +85,13 @@ OUT_NAME = "fp8_matmul_out"
 
 type Fp8 = Literal["fp8", "fp8_tensorwise"] | None
 """fp8 matmuls with a scale per row of their operands, or one per tensor."""
+
+type Norm = tuple[Array, float] | None
+"""The factors [K] of an RMS norm, fp32, and what is added to the mean square."""
+
+type Stored = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+"""For each weight the mesh axes over which its rows, and its columns, are stored in
+parts. One of both is whole."""
 
 _NAMES = ("fp8", "fp8_tensorwise", None)
 
@@ -244,11 +259,59 @@ class _Form(NamedTuple):
     """Mesh axes over which the tokens are all-gathered or reduce-scattered."""
     fused: bool = False
     """Use a fused matmul + collective kernel where there is one."""
+    eps: float = 0.0
+    """Of the RMS norm before the matmul, if there is one."""
+    activation: str = ""
+    """Of the gate of a feed-forward network."""
+    stored: Stored = ()
+    """Of each weight, if some are in parts."""
+
+    def part(self, start: int, stop: int | None = None) -> "_Form":
+        """The form of some of the weights."""
+        return self._replace(stored=self.stored[start:stop])
 
 
-def _weight(w: Array, dtype: DTypeLike, form: _Form) -> Scaled:
-    """[K, N], rounded to the type of the computation and then to fp8."""
-    return quantize_operand(w, E4M3, form.quantization, through=dtype)
+def _weights(
+    ws: Sequence[Array], dtype: DTypeLike, form: _Form, *, turned: bool
+) -> list[Scaled]:
+    """[K, N] each, or transposed, rounded to `dtype` and then to fp8, and gathered."""
+    found = []
+    for w, (rows, columns) in zip(ws, form.stored or _WHOLE * len(ws), strict=True):
+        x = quantize_operand(w, E4M3, form.quantization, through=dtype)
+        if columns:  # scales of rows are not known before those of others
+            most = _largest_of(x.scale, columns) * float(jnp.finfo(E4M3).max)
+            x = _transposed(x)._replace(largest=most)
+        if names := rows or columns:
+            data, scale = (
+                jax.lax.all_gather(part, names, axis=0, tiled=True)
+                for part in (x.data, x.scale)
+            )
+            largest = x.largest if columns else _largest_everywhere(x, names)
+            x = Scaled(data, scale, largest)
+        found.append(x if turned == bool(columns) else _transposed(x))
+    return found
+
+
+_WHOLE: Stored = (((), ()),)
+
+
+def _gradients_of_weights(
+    ws: Sequence[Array],
+    columns: Sequence[Scaled],
+    gs: Sequence[Scaled],
+    dtype: DTypeLike,
+    form: _Form,
+) -> tuple[Array, ...]:
+    """``columns @ g`` for each weight, rounded to `dtype`: the parts stored here."""
+    found = []
+    stored = form.stored or _WHOLE * len(ws)
+    for w, x, g, (rows, features) in zip(ws, columns, gs, stored, strict=True):
+        dw = _product(x, g, dtype)
+        if names := rows or features:
+            along = 0 if rows else 1
+            dw = jax.lax.psum_scatter(dw, names, scatter_dimension=along, tiled=True)
+        found.append(dw.astype(w.dtype))
+    return tuple(found)
 
 
 def _operands(xs: Sequence[Array], dtype: DTypeLike, form: _Form) -> list[Scaled]:
@@ -322,33 +385,76 @@ def _multiply_and_scatter(
     return _scattered(out.reshape(*tokens, out.shape[1]), form.names)
 
 
+def _input(x: Array, norm: Array | None, form: _Form) -> Scaled:
+    """[B, T, K] in fp8, normalized if there is a norm."""
+    if norm is None:
+        return quantize_operand(x, E4M3, form.quantization, form.names)
+    return _shaped(quantize_rms_norm(_matrix(x), norm, E4M3, eps=form.eps), x)
+
+
+def _normalized(x: Array, norm: Array, eps: float) -> Array:
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    return wide * jax.lax.rsqrt(mean + eps) * norm
+
+
+def _matrix(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _shaped(rows: QuantizedRows, like: Array) -> Scaled:
+    """Rows of a matrix as [B, T, K]."""
+    data, scale, largest = rows
+    return Scaled(data.reshape(like.shape), scale.reshape(like.shape[:-1]), largest)
+
+
+def _gradients(gs: Sequence[Array], form: _Form) -> tuple[list[Scaled], list[Scaled]]:
+    """Gradients of results in both layouts; of a kernel's sum with one scale a row."""
+    if len(gs) > 1 and form.fused:
+        parts = _operands(gs, E5M2, form)
+        return parts, [_transposed(_rows(g)) for g in parts]
+    parts, turned = zip(*(_two_layouts(g, E5M2, form) for g in gs), strict=True)
+    return [*parts], [*turned]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _column(form: _Form, x: Array, ws: tuple[Array, ...]) -> tuple[Array, ...]:
-    """``x @ w`` for each w and the gathered tokens."""
-    return _column_forward(form, x, ws)[0]
+def _column(
+    form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """``norm(x) @ w`` for each w and the gathered tokens."""
+    return _column_forward(form, x, norm, ws)[0]
 
 
-def _column_forward(form: _Form, x: Array, ws: tuple[Array, ...]) -> tuple[Any, Any]:
-    kept = _kept(quantize_operand(x, E4M3, form.quantization, form.names))
-    weights = [_transposed(_weight(w, x.dtype, form)) for w in ws]
+def _column_forward(
+    form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
+) -> tuple[Any, Any]:
+    kept = _kept(_input(x, norm, form))
+    weights = _weights(ws, x.dtype, form, turned=True)
     outs, _ = _gather_and_multiply(_read(kept), weights, x.dtype, form)
     outs = tuple(checkpoint_name(out, OUT_NAME) for out in outs)
-    return outs, (kept, ws, jnp.zeros((), x.dtype))
+    like = jnp.zeros((), x.dtype)
+    return outs, (kept, None if norm is None else x, norm, ws, like)
 
 
 def _column_backward(form: _Form, kept: Any, gs: tuple[Array, ...]) -> Any:
-    x, ws, like = kept
-    columns = _transposed(_rows(_gathered(_read(x), form.names)))  # [K, M]
-    if len(gs) > 1 and form.fused:
-        parts = _operands(gs, E5M2, form)
-        turned = [_transposed(_rows(g)) for g in parts]
-        ws8 = [_weight(_joined(ws), like.dtype, form)]
-    else:
-        both = [_two_layouts(g, E5M2, form) for g in gs]
-        parts, turned = ([g[i] for g in both] for i in range(2))
-        ws8 = [_weight(w, like.dtype, form) for w in ws]
-    dws = [_product(columns, g, w.dtype) for w, g in zip(ws, turned, strict=True)]
-    return _multiply_and_scatter(parts, ws8, like.dtype, form), tuple(dws)
+    return _column_gradients(form, kept, *_gradients(gs, form))
+
+
+def _column_gradients(
+    form: _Form, kept: Any, parts: list[Scaled], turned: list[Scaled]
+) -> Any:
+    """Gradients by those of the results, in both layouts."""
+    kept, x, norm, ws, like = kept
+    columns = _transposed(_rows(_gathered(_read(kept), form.names)))  # [K, M]
+    dws = _gradients_of_weights(ws, [columns] * len(ws), turned, like.dtype, form)
+    if len(ws) > 1 and form.fused:
+        ws, form = [_joined(ws)], form.part(0, 1)
+    ws8 = _weights(ws, like.dtype, form, turned=False)
+    dx = _multiply_and_scatter(parts, ws8, like.dtype, form)
+    if norm is None:
+        return dx, None, dws
+    _, back = jax.vjp(functools.partial(_normalized, eps=form.eps), x, norm)
+    return *back(dx.astype(jnp.float32)), dws
 
 
 _column.defvjp(_column_forward, _column_backward)
@@ -363,12 +469,15 @@ def _row(form: _Form, xs: tuple[Array, ...], ws: tuple[Array, ...]) -> Array:
 def _row_forward(
     form: _Form, xs: tuple[Array, ...], ws: tuple[Array, ...]
 ) -> tuple[Any, Any]:
-    dtype = xs[0].dtype
-    kept = [_kept(x) for x in _operands(xs, E4M3, form)]
-    if form.fused:
-        ws8 = [_transposed(_weight(jnp.concatenate(ws), dtype, form))]
-    else:
-        ws8 = [_transposed(_weight(w, dtype, form)) for w in ws]
+    return _row_of(form, _operands(xs, E4M3, form), ws, xs[0].dtype)
+
+
+def _row_of(
+    form: _Form, xs: Sequence[Scaled], ws: tuple[Array, ...], dtype: DTypeLike
+) -> tuple[Any, Any]:
+    kept = [_kept(x) for x in xs]
+    joined, one = ([jnp.concatenate(ws)], form.part(0, 1)) if form.fused else (ws, form)
+    ws8 = _weights(joined, dtype, one, turned=True)
     out = _multiply_and_scatter([_read(x) for x in kept], ws8, dtype, form)
     return checkpoint_name(out, OUT_NAME), (kept, ws, jnp.zeros((), dtype))
 
@@ -376,31 +485,68 @@ def _row_forward(
 def _row_backward(form: _Form, kept: Any, g: Array) -> Any:
     xs, ws, like = kept
     part = quantize_operand(g, E5M2, form.quantization, form.names)
-    weights = [_weight(w, like.dtype, form) for w in ws]
+    weights = _weights(ws, like.dtype, form, turned=False)
     dxs, whole = _gather_and_multiply(part, weights, like.dtype, form)
     columns = _transposed(_rows(whole))
-    dws = [
-        _product(_transposed(_rows(x)), columns, w.dtype)
-        for x, w in zip(map(_read, xs), ws, strict=True)
-    ]
-    return tuple(dxs), tuple(dws)
+    turned = [_transposed(_rows(_read(x))) for x in xs]
+    gs = [columns] * len(ws)
+    return tuple(dxs), _gradients_of_weights(ws, turned, gs, like.dtype, form)
 
 
 _row.defvjp(_row_forward, _row_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _feed_forward(
+    form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
+) -> Array:
+    """A gated feed-forward network: its activations exist in fp8 and before the gate.
+
+    The gradients of gate and up projection exist in fp8 alone.
+    """
+    return _feed_forward_forward(form, x, norm, ws)[0]
+
+
+def _feed_forward_forward(
+    form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
+) -> tuple[Any, Any]:
+    (gate, up), column = _column_forward(form.part(0, 2), x, norm, ws[:2])
+    hidden = quantize_gated(
+        _matrix(gate), _matrix(up), E4M3, activation=form.activation
+    )
+    out, row = _row_of(form.part(2), [_shaped(hidden, gate)], ws[2:], x.dtype)
+    return out, (gate, up, column, row)
+
+
+def _feed_forward_backward(form: _Form, kept: Any, g: Array) -> Any:
+    gate, up, column, row = kept
+    (hidden,), down = _row_backward(form.part(2), row, g)
+    both = quantize_gated_gradients(
+        _matrix(gate), _matrix(up), _matrix(hidden), E5M2, activation=form.activation
+    )
+    parts = [_shaped(rows, gate) for rows in both]
+    turned = [_transposed(_rows(part)) for part in parts]
+    dx, norm, ws = _column_gradients(form.part(0, 2), column, parts, turned)
+    return dx, norm, (*ws, *down)
+
+
+_feed_forward.defvjp(_feed_forward_forward, _feed_forward_backward)
+
+
 def fp8_all_gather_matmul(
     x: Float[Array, "B T K"],
-    kernels: Sequence[Float[Array, "K _N"]],
+    kernels: Sequence[Float[Array, "_K _N"]],
     *,
     axis_names: tuple[str, ...],
     quantization: Fp8,
     fused: bool = False,
+    norm: Norm = None,
+    stored: Stored = (),
 ) -> tuple[Float[Array, "B all_T _N"], ...]:
-    """``x @ kernel`` for each kernel and the tokens of all devices.
+    """``norm(x) @ kernel`` for each kernel and the tokens of all devices.
 
-    Tokens are quantized once, and all-gathered in fp8. Gradients of the kernels have
-    the type of the kernels.
+    Tokens are quantized once, and all-gathered in fp8. Gradients of the kernels are
+    rounded to the type of x, as those of other layers are.
 
     Args:
         x: Activations of this device.
@@ -409,23 +555,62 @@ def fp8_all_gather_matmul(
         quantization: A scale per row, or one per tensor.
         fused: Take kernels that communicate, over one axis, where they were tuned and
             are not slower than XLA.
+        norm: An RMS norm of x, with a scale per row, or None.
+        stored: Over what each kernel is stored in parts, which are gathered in fp8, and
+            to which gradients are reduce-scattered. Scales are per row, and with
+            `fused` the same for all, none along the features of the result.
     """
-    form = _Form(quantization, axis_names, fused and len(axis_names) == 1)
-    return _column(form, x, tuple(kernels))
+    scale, eps = norm or (None, 0.0)
+    fused = fused and len(axis_names) == 1
+    form = _Form(quantization, axis_names, fused, eps, stored=stored)
+    return _column(form, x, scale, tuple(kernels))
 
 
 def fp8_matmul_reduce_scatter(
     xs: Sequence[Float[Array, "B T _K"]],
-    kernels: Sequence[Float[Array, "_K N"]],
+    kernels: Sequence[Float[Array, "_K _N"]],
     *,
     axis_names: tuple[str, ...],
     quantization: Fp8,
     fused: bool = False,
+    stored: Stored = (),
 ) -> Float[Array, "B own_T N"]:
     """``sum_i xs[i] @ kernels[i]``, reduce-scattered over the tokens.
 
     The arguments are those of `fp8_all_gather_matmul`; without axes the result is this
     device's own sum. Gradients of the result are all-gathered in fp8.
     """
-    form = _Form(quantization, axis_names, fused and len(axis_names) == 1)
+    fused = fused and len(axis_names) == 1
+    form = _Form(quantization, axis_names, fused, stored=stored)
     return _row(form, tuple(xs), tuple(kernels))
+
+
+def fp8_feed_forward(
+    x: Float[Array, "B T K"],
+    kernels: Sequence[Float[Array, "..."]],
+    *,
+    axis_names: tuple[str, ...],
+    activation: str,
+    fused: bool = False,
+    norm: Norm = None,
+    stored: Stored = (),
+) -> Float[Array, "B T K"]:
+    """``(activation(norm(x) @ gate) * (norm(x) @ up)) @ down``, with a scale per row.
+
+    That is `fp8_all_gather_matmul` and `fp8_matmul_reduce_scatter`, but activations and
+    gradients between them are rounded in the pass that computes them. The gradients of
+    both projections have one scale for each token.
+
+    Args:
+        x: Activations of this device.
+        kernels: Gate, up ``[K, F]`` and down ``[F, K]``.
+        axis_names: Mesh axes that split the tokens of x and the result.
+        activation: A name in `pallas_kernels.matmul.ACTIVATIONS`.
+        fused: As of `fp8_all_gather_matmul`.
+        norm: An RMS norm of x, or None.
+        stored: As of `fp8_all_gather_matmul`.
+    """
+    scale, eps = norm or (None, 0.0)
+    fused = fused and len(axis_names) == 1
+    form = _Form("fp8", axis_names, fused, eps, activation, stored)
+    return _feed_forward(form, x, scale, tuple(kernels))

@@ -37,8 +37,11 @@ from jaxscale.checks import check_choice
 from jaxscale.sharding import decode_all_reduce
 from jaxscale.sharding.fp8 import (
     Fp8,
+    Norm,
+    Stored,
     check_fp8,
     fp8_all_gather_matmul,
+    fp8_feed_forward,
     fp8_matmul_reduce_scatter,
 )
 from jaxscale.sharding.operations import constrain, contract
@@ -87,6 +90,7 @@ def column_parallel(
     rules: AxisRules,
     tensor_parallel: TensorParallel = None,
     quantization: Fp8 = None,
+    norm: Norm = None,
 ) -> tuple[Float[Array, "B T _N"], ...]:
     """``x @ kernel`` for several kernels that share one all-gather of the tokens.
 
@@ -103,6 +107,7 @@ def column_parallel(
         quantization: Matmuls in fp8, see `jaxscale.sharding.fp8`: collectives are then
             explicit in every form, and tokens are all-gathered in fp8. ``"fused"``
             takes kernels that were tuned and are not slower than XLA.
+        norm: An RMS norm of `x`, which is rounded as it is computed; for ``"fp8"``.
 
     Returns:
         One result per kernel, with all tokens.
@@ -135,6 +140,7 @@ def column_parallel(
             axis_names=region.tokens,
             quantization=quantization,
             fused=tensor_parallel == "fused",
+            stored=region.stored,
         )
     elif region is not None and region.tokens == region.axes:
         product = functools.partial(all_gather_matmul, **region.options)
@@ -146,13 +152,79 @@ def column_parallel(
         )
 
     def local(xs: Sequence[Array], kernels: Sequence[Array]) -> tuple[Array, ...]:
-        return product(xs[0], kernels)
+        x, *scale = xs
+        return product(x, kernels, **_normed(scale, norm))
 
+    xs = [x] if norm is None else [x, norm[0]]
     local_axes = [("batch", None, axis) for axis in region.features]
-    outs = region.run(local, [x], kernels, local_axes)
+    outs = region.with_vectors(len(xs) - 1).run(local, xs, kernels, local_axes)
     return tuple(
         constrain(out, axes, rules) for out, axes in zip(outs, out_axes, strict=True)
     )
+
+
+def _normed(scale: Sequence[Array], norm: Norm) -> dict[str, Norm]:
+    return {} if norm is None else {"norm": (scale[0], norm[1])}
+
+
+def feed_forward(
+    x: Float[Array, "B T K"],
+    kernels: Sequence[Float[Array, "..."]],
+    *,
+    kernel_axes: Sequence[tuple[str | None, str | None]],
+    out_axes: Sequence[str | None],
+    activation: str,
+    rules: AxisRules,
+    tensor_parallel: TensorParallel = None,
+    norm: Norm = None,
+) -> Float[Array, "B T K"] | None:
+    """A gated feed-forward network in fp8, see `jaxscale.sharding.fp8`.
+
+    Args:
+        x: Activations, split along the tokens or not.
+        kernels: Gate, up and down projection.
+        kernel_axes: Logical axes of each kernel.
+        out_axes: Logical axes of the result.
+        activation: That of the gate.
+        rules: Mesh axes of each logical axis.
+        tensor_parallel: Form of the collectives, as for `column_parallel`.
+        norm: An RMS norm of `x`.
+
+    Returns:
+        The result; None where devices that split the features do not split the tokens.
+    """
+    _check_shapes([x, x], kernels[:2])
+    region = _Region.of(
+        [x],
+        kernels[:2],
+        kernel_axes[:2],
+        rules,
+        tensor_parallel,
+        "fp8",
+        rows=False,
+    )
+    assert region is not None  # there always is one in fp8
+    if region.split[0] != region.split[1] or region.tokens != region.split[0]:
+        return None
+
+    xs = [x] if norm is None else [x, norm[0]]
+    region = region.with_vectors(len(xs) - 1, kernel_axes[2])
+
+    def local(xs: Sequence[Array], kernels: Sequence[Array]) -> tuple[Array]:
+        x, *scale = xs
+        out = fp8_feed_forward(
+            x,
+            kernels,
+            axis_names=region.tokens,
+            activation=activation,
+            fused=tensor_parallel == "fused",
+            stored=region.stored,
+            **_normed(scale, norm),
+        )
+        return (out,)
+
+    (out,) = region.run(local, xs, kernels, [_SPLIT])
+    return constrain(out, out_axes, rules)
 
 
 def row_parallel(
@@ -241,6 +313,7 @@ def row_parallel(
             axis_names=names if scatters else (),
             quantization=quantization,
             fused=tensor_parallel == "fused",
+            stored=region.stored,
         )
         return (jax.lax.psum(out, names) if names and not scatters else out,)
 
@@ -336,6 +409,8 @@ class _Region:
     tokens: tuple[str, ...]
     """The mesh axes of several devices that split the tokens outside of the region."""
     implementation: str | None
+    stored: Stored
+    """How the kernels are stored, if they are gathered in fp8."""
 
     @classmethod
     def of(
@@ -393,13 +468,42 @@ class _Region:
         if tokens and not rows:
             in_axes[0] = _SPLIT
             shards = dataclasses.replace(shards, in_axes=tuple(in_axes))
-        return cls(
+        region = cls(
             shards=shards,
             features=features,
             split=split,
             tokens=tokens,
             implementation=_IMPLEMENTATIONS.get(tensor_parallel or ""),
+            stored=(),
         )
+        if quantization != "fp8":
+            return region
+        fused = tensor_parallel == "fused" and len(kernels) > 1
+        stored = region.storage(kernel_axes)
+        # A kernel joins its weights along the other axis than that of their parts.
+        joins = fused and any(each != stored[0] or each[not rows] for each in stored)
+        return dataclasses.replace(region, stored=() if joins else stored)
+
+    def with_vectors(self, count: int, *kernels: tuple[str | None, ...]) -> "_Region":
+        """The same of vectors after `x`, which all devices have, and more kernels."""
+        first, *others = self.shards.in_axes
+        in_axes = (first, *[(None,)] * count, *others, *kernels)
+        shards = dataclasses.replace(self.shards, in_axes=in_axes)
+        stored = self.stored and (*self.stored, *self.storage(kernels))
+        return dataclasses.replace(self, shards=shards, stored=stored)
+
+    def storage(self, kernel_axes: Sequence[tuple[str | None, ...]]) -> Stored:
+        """The mesh axes over which rows and columns of kernels are stored in parts."""
+        storing, sizes = (
+            self.shards.free.difference(*self.split),
+            self.shards.mesh.shape,
+        )
+
+        def names(axis: str | None) -> tuple[str, ...]:
+            found = self.shards.names(axis)
+            return tuple(n for n in found if n in storing and sizes[n] > 1)
+
+        return tuple((names(rows), names(columns)) for rows, columns in kernel_axes)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -423,21 +527,17 @@ class _Region:
     ) -> tuple[Array, ...]:
         """``product(xs, kernels)`` of each device's shards, with unsharded kernels.
 
-        Those that are stored in parts are gathered in the type of `xs`.
+        Those that are stored in parts are gathered in the type of `xs`, unless
+        `stored` leaves that to `product`.
         """
         shards, count = self.shards, len(xs)
         storing = shards.free.difference(*self.split)
-        stored = {axis for axes in shards.in_axes[count:] for axis in axes}
-        if any(
-            name in storing and shards.mesh.shape[name] > 1
-            for axis in stored
-            for name in shards.names(axis)
-        ):
+        if not self.stored and any(map(any, self.storage(shards.in_axes[count:]))):
             kernels = [w.astype(xs[0].dtype) for w in kernels]
         args = shards.place([*xs, *kernels])
         return shards.over(
             lambda *args: product(args[:count], args[count:]),
             out_axes,
-            parameters=range(count, len(args)),
+            parameters=() if self.stored else range(count, len(args)),
             storing=storing,
         )(*args)

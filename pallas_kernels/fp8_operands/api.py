@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import as_hashable, check_floating, dispatch
 from pallas_kernels.fp8_operands import mosaic_gpu, xla
 from pallas_kernels.fp8_operands.scales import inverse_scale
+from pallas_kernels.matmul.activations import check_activation
 from pallas_kernels.mosaic import (
     DeviceSpec,
     as_varying,
@@ -87,6 +88,139 @@ def quantize_rows(
     through = x.dtype if through is None else through
     call = _Call.of(implementation, dtype, through)
     return QuantizedRows(*_quantize_rows((x,), call))
+
+
+def quantize_rms_norm(
+    x: Float[Array, "M K"],
+    weight: Float[Array, " K"],
+    dtype: DTypeLike,
+    *,
+    eps: float,
+    implementation: str | Sequence[str] | None = None,
+) -> QuantizedRows:
+    """`quantize_rows` of ``x / sqrt(mean(x^2) + eps) * weight``.
+
+    Statistics are in fp32, and the normalized rows are rounded to the type of x first.
+    On Hopper GPUs a kernel reads x once. Not differentiable.
+
+    Args:
+        x: [M,K] activations.
+        weight: [K], the scale of the norm, fp32.
+        dtype: float8_e4m3fn or float8_e5m2.
+        eps: added to the mean square.
+        implementation: as of `quantize_rows`; the kernel takes K up to 8,192.
+
+    Raises:
+        ValueError: shapes or types disagree.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+        NotImplementedError: the call is differentiated.
+
+    Example:
+        >>> q = quantize_rms_norm(
+        ...     jnp.array([[1.0, 7.0]]), jnp.ones(2), "float8_e4m3fn", eps=0.0
+        ... )
+        >>> print(q.data.astype(jnp.float32) * q.scale[:, None])
+        [[0.203125 1.375   ]]
+    """
+    _check_matrix(x)
+    check_floating(x=x.dtype)
+    check_fp8(dtype=dtype)
+    if weight.shape != x.shape[1:] or weight.dtype != jnp.float32:
+        raise ValueError(
+            f"weight has type {weight.dtype} and shape {weight.shape}, expected float32"
+            f" and {x.shape[1:]}, a factor for each column of x"
+        )
+    call = _Call.of(implementation, dtype, eps=eps)
+    return QuantizedRows(*_quantize_rms_norm((x, weight), call))
+
+
+def quantize_gated(
+    gate: Float[Array, "M K"],
+    up: Float[Array, "M K"],
+    dtype: DTypeLike,
+    *,
+    activation: str,
+    implementation: str | Sequence[str] | None = None,
+) -> QuantizedRows:
+    """`quantize_rows` of ``activation(gate) * up``, rounded to the type of both first.
+
+    On Hopper GPUs a kernel reads both once. Not differentiable.
+
+    Args:
+        gate: [M,K].
+        up: [M,K], of the same type.
+        dtype: float8_e4m3fn or float8_e5m2.
+        activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
+        implementation: as of `quantize_rows`.
+
+    Raises:
+        ValueError: shapes or types disagree, or there is no such activation.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+        NotImplementedError: the call is differentiated.
+
+    Example:
+        >>> gate, up = jnp.array([[-1.0, 2.0]]), jnp.array([[5.0, 3.0]])
+        >>> q = quantize_gated(gate, up, "float8_e4m3fn", activation="relu")
+        >>> print(q.data.astype(jnp.float32) * q.scale[:, None])
+        [[0. 6.]]
+    """
+    _check_alike(gate, up)
+    check_fp8(dtype=dtype)
+    check_activation(activation)
+    call = _Call.of(implementation, dtype, activation=activation)
+    return QuantizedRows(*_quantize_gated((gate, up), call))
+
+
+def quantize_gated_gradients(
+    gate: Float[Array, "M K"],
+    up: Float[Array, "M K"],
+    g: Float[Array, "M K"],
+    dtype: DTypeLike,
+    *,
+    activation: str,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[QuantizedRows, QuantizedRows]:
+    """The gradients of ``activation(gate) * up`` in 8 bits, by rows.
+
+    Both have the same scale for a row, so a matmul may add up both. They are rounded to
+    the type of `gate` first. On Hopper GPUs a kernel reads each array once.
+
+    Args:
+        gate: [M,K].
+        up: [M,K], of the same type.
+        g: [M,K], of the same type: the gradient of the product.
+        dtype: float8_e4m3fn or float8_e5m2.
+        activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
+        implementation: as of `quantize_rows`; the kernel takes ``"silu"``.
+
+    Returns:
+        The gradients of `gate` and of `up`.
+
+    Raises:
+        ValueError: shapes or types disagree, or there is no such activation.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+        NotImplementedError: the call is differentiated.
+
+    Example:
+        >>> gate, up, g = jnp.array([[-1.0, 2.0]]), jnp.array([[5.0, 3.0]]), jnp.ones(2)
+        >>> found = quantize_gated_gradients(
+        ...     gate, up, g[None], "float8_e5m2", activation="relu"
+        ... )
+        >>> print(*(q.data.astype(jnp.float32) * q.scale[:, None] for q in found))
+        [[0. 3.]] [[0. 2.]]
+    """
+    _check_alike(gate, up, g)
+    check_fp8(dtype=dtype)
+    check_activation(activation)
+    call = _Call.of(implementation, dtype, activation=activation)
+    first, second, scale, *largest = _quantize_gated_gradients((gate, up, g), call)
+    return (
+        QuantizedRows(first, scale, largest[0]),
+        QuantizedRows(second, scale, largest[1]),
+    )
 
 
 def transpose_rows(
@@ -224,12 +358,23 @@ def _check_matrix(x: Array) -> None:
         )
 
 
+def _check_alike(*operands: Array) -> None:
+    for x in operands:
+        _check_matrix(x)
+        check_floating(x=x.dtype)
+    if len({(x.shape, x.dtype) for x in operands}) > 1:
+        kinds = ", ".join(f"{x.dtype.name} {x.shape}" for x in operands)
+        raise ValueError(f"operands are {kinds}, expected the same type and shape")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
     dtype: Any
     through: Any
     implementation: str | tuple[str, ...] | None
     device: DeviceSpec | None
+    eps: float = 0.0
+    activation: str = ""
 
     @classmethod
     def of(
@@ -237,12 +382,14 @@ class _Call:
         implementation: str | Sequence[str] | None,
         dtype: DTypeLike | None = None,
         through: DTypeLike | None = None,
+        **more: Any,
     ) -> "_Call":
         return cls(
             dtype=None if dtype is None else jnp.dtype(dtype),
             through=None if through is None else jnp.dtype(through),
             implementation=as_hashable(implementation),
             device=DeviceSpec.current(),
+            **more,
         )
 
 
@@ -282,6 +429,31 @@ _quantize_rows = _op(
         arrays[0], call.dtype, through=call.through, device=call.device
     ),
     lambda arrays, call: xla.quantize_rows(arrays[0], call.dtype, through=call.through),
+)
+_quantize_rms_norm = _op(
+    "quantize_rms_norm",
+    lambda arrays, call: mosaic_gpu.quantize_rms_norm(
+        *arrays, dtype=call.dtype, eps=call.eps, device=call.device
+    ),
+    lambda arrays, call: xla.quantize_rms_norm(*arrays, dtype=call.dtype, eps=call.eps),
+)
+_quantize_gated = _op(
+    "quantize_gated",
+    lambda arrays, call: mosaic_gpu.quantize_gated(
+        *arrays, dtype=call.dtype, activation=call.activation, device=call.device
+    ),
+    lambda arrays, call: xla.quantize_gated(
+        *arrays, dtype=call.dtype, activation=call.activation
+    ),
+)
+_quantize_gated_gradients = _op(
+    "quantize_gated_gradients",
+    lambda arrays, call: mosaic_gpu.quantize_gated_gradients(
+        *arrays, dtype=call.dtype, activation=call.activation, device=call.device
+    ),
+    lambda arrays, call: xla.quantize_gated_gradients(
+        *arrays, dtype=call.dtype, activation=call.activation
+    ),
 )
 _transpose_rows = _op(
     "transpose_rows",

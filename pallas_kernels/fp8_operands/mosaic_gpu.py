@@ -28,6 +28,7 @@ from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.fp8_operands.scales import inverse_bits, scale_bits
+from pallas_kernels.matmul.activations import KERNEL_ACTIVATIONS
 from pallas_kernels.mosaic import DeviceSpec, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref
 
@@ -71,28 +72,228 @@ def quantize_rows(
     Raises:
         Unsupported: types or shape do not fit.
     """
-    m, k = x.shape
-    _check_rows(m, k, x.dtype, through)
-    width, layout = _row_layout(k, x.dtype)
-    rows = min(m, max(1, MOST_COLUMNS // k))
-    at_a_time = (3 if k <= _WIDEST_OF_THREE else 2) * device.num_sms
+    _check_rows(x, through)
+    return _round_rows("quantize_rows", lambda x: x, [x], dtype, through, device)
+
+
+def quantize_rms_norm(
+    x: jax.Array, weight: jax.Array, *, dtype: DTypeLike, eps: float, device: DeviceSpec
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`quantize_rows` of normalized rows.
+
+    Args:
+        x: [M,K], bfloat16 or float16; K at most half of `MOST_COLUMNS`.
+        weight: [K], fp32.
+        dtype: float8_e4m3fn or float8_e5m2.
+        eps: added to the mean square.
+        device: the GPU that the kernel is built for.
+
+    Raises:
+        Unsupported: types or shape do not fit.
+    """
+    _check_rows(x, x.dtype)
+    if x.shape[1] > MOST_COLUMNS // 2:
+        raise Unsupported(
+            f"quantize_rms_norm: rows of {x.shape[1]}, the kernel takes at most"
+            f" {MOST_COLUMNS // 2}; use implementation='xla'"
+        )
+
+    def normalized(x: jax.Array, weight: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        mean = jnp.sum(jnp.sum(x * x, 0)) / x.size
+        return x * lax.broadcast(lax.rsqrt(mean + eps), x.shape) * weight
+
+    return _round_rows(
+        "quantize_rms_norm", normalized, [x], dtype, x.dtype, device, [weight]
+    )
+
+
+def quantize_gated(
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    dtype: DTypeLike,
+    activation: str,
+    device: DeviceSpec,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`quantize_rows` of ``activation(gate) * up``.
+
+    Args:
+        gate: [M,K], bfloat16 or float16.
+        up: [M,K], of the same type.
+        dtype: float8_e4m3fn or float8_e5m2.
+        activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
+        device: the GPU that the kernel is built for.
+
+    Raises:
+        Unsupported: types or shape do not fit.
+    """
+    _check_rows(gate, gate.dtype)
+    activate = KERNEL_ACTIVATIONS[activation]
+
+    def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return activate(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+
+    return _round_rows("quantize_gated", gated, [gate, up], dtype, gate.dtype, device)
+
+
+def quantize_gated_gradients(
+    gate: jax.Array,
+    up: jax.Array,
+    g: jax.Array,
+    *,
+    dtype: DTypeLike,
+    activation: str,
+    device: DeviceSpec,
+) -> tuple[jax.Array, ...]:
+    """Gradients of ``activation(gate) * up``, with one scale for a row of both.
+
+    A row of both gradients is more than the registers hold beside the largest of each
+    column: each lane writes what it computes to shared memory, and reads it again when
+    the scale is known.
+
+    Args:
+        gate: [M,K], bfloat16 or float16.
+        up: [M,K], of the same type.
+        g: [M,K], of the same type; the gradient of the product.
+        dtype: float8_e4m3fn or float8_e5m2.
+        activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
+        device: the GPU that the kernel is built for.
+
+    Returns:
+        [M,K] of `dtype` twice; scales [M]; the largest magnitudes of columns [K] twice.
+
+    Raises:
+        Unsupported: types or shape do not fit.
+    """
+    _check_rows(gate, gate.dtype)
+    if activation != "silu":
+        raise Unsupported(
+            f"quantize_gated_gradients: activation {activation!r}, the kernel takes"
+            " 'silu'; use implementation='xla'"
+        )
+    (m, k), through = gate.shape, gate.dtype
+    width, layout = _row_layout(k, through)
+    lines = k // width
+    size = next(n for n in range(2, lines + 1) if lines % n == 0)
+    turns = pl.cdiv(m, 2 * device.num_sms)
+    blocks = pl.cdiv(m, turns)
+    parts = [pl.ds(start, size) for start in range(0, lines, size)]
+
+    def body(*refs: Ref, held: Ref) -> None:
+        *in_refs, scale_ref, data_refs, largest_refs = (
+            *refs[:3],
+            refs[5],
+            refs[3:5],
+            refs[6:],
+        )
+        block = lax.axis_index("block")
+
+        def turn(i: Any, largest: Any) -> Any:
+            row = jnp.minimum(i * blocks + block, m - 1)
+            seen: list[Any] = []
+            most: Any = None
+            for part, before in zip(parts, largest, strict=True):
+                z, u, d = (
+                    plgpu.load(ref.at[row, part], layout=layout, optimized=False)
+                    for ref in in_refs
+                )
+                z, u, d = (x.astype(jnp.float32) for x in (z, u, d))
+                sigmoid = jax.nn.sigmoid(z)
+                slope = sigmoid * (1 + z * (1 - sigmoid))
+                found = [x.astype(through) for x in (d * u * slope, d * z * sigmoid)]
+                for j, x in enumerate(found):
+                    held[j, part] = x
+                sizes = [jnp.abs(x) for x in found]
+                seen.append([*map(jnp.maximum, before, sizes)])
+                both = jnp.maximum(*sizes)
+                most = both if most is None else jnp.maximum(most, both)
+            most = _bits(jnp.max(most, 0).astype(jnp.float32))  # [width]
+            scale = scale_bits(jnp.max(most), dtype)
+            inverse = _number(lax.broadcast(inverse_bits(scale), (size, width)))
+            for part in parts:
+                for j, data_ref in enumerate(data_refs):
+                    x = plgpu.load(held.at[j, part], layout=layout, optimized=False)
+                    wide = x.astype(jnp.float32) * inverse
+                    data_ref[row, part] = wide.astype(dtype)
+            scale_ref[row] = scale
+            return seen
+
+        nothing = plgpu.layout_cast(jnp.zeros((size, width), through), layout)
+        largest = lax.fori_loop(0, turns, turn, [[nothing] * 2 for _ in parts])
+        for part, each in zip(parts, largest, strict=True):
+            for ref, x in zip(largest_refs, each, strict=True):
+                ref[block, part] = x
+
+    data = jax.ShapeDtypeStruct((m, lines, width), dtype)
+    largest = jax.ShapeDtypeStruct((blocks, lines, width), through)
+    *both, scale, first, second = plgpu.kernel(
+        body,
+        out_type=(
+            data,
+            data,
+            jax.ShapeDtypeStruct((m,), jnp.int32),
+            largest,
+            largest,
+        ),
+        scratch_types={"held": plgpu.SMEM((2, lines, width), through)},
+        grid=(blocks,),
+        grid_names=("block",),
+        kernel_name="quantize_gated_gradients",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(*(x.reshape(m, lines, width) for x in (gate, up, g)))
+    data = [x.reshape(m, k) for x in both]
+    return *data, _number(scale), _over_blocks(first), _over_blocks(second)
+
+
+def _round_rows(
+    name: str,
+    value: Callable[..., jax.Array],
+    operands: Sequence[jax.Array],
+    dtype: DTypeLike,
+    through: jnp.dtype,
+    device: DeviceSpec,
+    vectors: Sequence[jax.Array] = (),
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rounds what a function makes of each row; see `quantize_rows`.
+
+    Args:
+        name: of the kernel.
+        value: of a row of each operand, and of `vectors`, in registers.
+        operands: [M,K] each, of one type.
+        dtype: of the result.
+        through: to which the values are rounded first.
+        device: the GPU that the kernel is built for.
+        vectors: [K] each.
+    """
+    m, k = operands[0].shape
+    width, layout = _row_layout(k, operands[0].dtype)
+    held = k * (2 * len(operands) - 1 + len(vectors))  # in registers
+    rows = min(m, max(1, MOST_COLUMNS // held))
+    few = k * len(operands) <= _WIDEST_OF_THREE
+    at_a_time = (3 if few else 2) * device.num_sms
     turns = pl.cdiv(pl.cdiv(m, rows), at_a_time)
     blocks = pl.cdiv(pl.cdiv(m, rows), turns)
     shape = (k // width, width)
 
-    def body(x_ref: Ref, data_ref: Ref, scale_ref: Ref, largest_ref: Ref) -> None:
+    def body(*refs: Ref) -> None:
+        *in_refs, data_ref, scale_ref, largest_ref = refs
+        row_refs, vector_refs = in_refs[: len(operands)], in_refs[len(operands) :]
         block = lax.axis_index("block")
+
+        def read(ref: Ref) -> jax.Array:
+            return plgpu.load(ref, layout=layout, optimized=False)
 
         def turn(i: Any, largest: Any) -> Any:
             # The last rows are a whole group too; what two blocks write is the same.
             start = jnp.minimum((i * blocks + block) * rows, m - rows)
             loaded = [
-                plgpu.load(x_ref.at[start + row], layout=layout, optimized=False)
-                for row in range(rows)
+                [read(ref.at[start + row]) for ref in row_refs] for row in range(rows)
             ]
-            for j, x in enumerate(loaded):
+            given = [read(ref) for ref in vector_refs]
+            for j, each in enumerate(loaded):
                 row = start + j
-                x = x.astype(through)
+                x = value(*each, *given).astype(through)
                 size = jnp.abs(x)
                 most = _bits(jnp.max(size, 0).astype(jnp.float32))  # [width]
                 scale = scale_bits(jnp.max(most), dtype)
@@ -115,13 +316,20 @@ def quantize_rows(
         ),
         grid=(blocks,),
         grid_names=("block",),
-        kernel_name="quantize_rows",
+        kernel_name=name,
         # No array is both read and written.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(x.reshape(m, *shape))
+    )(
+        *(x.reshape(m, *shape) for x in operands),
+        *(x.reshape(shape) for x in vectors),
+    )
+    return data.reshape(m, k), _number(scale), _over_blocks(largest)
+
+
+def _over_blocks(largest: jax.Array) -> jax.Array:
+    """[K], fp32: the largest of what each block has seen."""
     # By bits, which order as magnitudes do: a maximum of numbers may skip NaN.
-    largest = _number(jnp.max(_bits(largest.astype(jnp.float32)), axis=0))
-    return data.reshape(m, k), _number(scale), largest.reshape(k)
+    return _number(jnp.max(_bits(largest.astype(jnp.float32)), axis=0)).reshape(-1)
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -143,7 +351,8 @@ def _row_layout(k: int, dtype: jnp.dtype) -> tuple[int, Any]:
     return width, layout
 
 
-def _check_rows(m: int, k: int, dtype: jnp.dtype, through: jnp.dtype) -> None:
+def _check_rows(x: jax.Array, through: jnp.dtype) -> None:
+    (m, k), dtype = x.shape, x.dtype
     if dtype.name not in _WIDE or through.name not in _WIDE[:2]:
         raise Unsupported(
             f"quantize_rows: x of type {dtype.name} rounded to {through.name}, the"
@@ -209,11 +418,12 @@ def transpose_rows(
     return turned, _number(bits)
 
 
-def transpose(data: jax.Array) -> jax.Array:
+def transpose(data: jax.Array, order: Sequence[int] = range(16)) -> jax.Array:
     """Transposes a matrix of bytes.
 
     Args:
         data: [M,K], both multiples of `TILE`; float8_e4m3fn or float8_e5m2.
+        order: which row of each 16 rows comes first, second and so on.
 
     Returns:
         [K,M] of the type of `data`.
@@ -228,7 +438,7 @@ def transpose(data: jax.Array) -> jax.Array:
         plgpu.barrier_wait(scratch["full"])
         for start in range(0, TILE, _PART):
             part = _part(scratch["x"], start)
-            scratch["out"][pl.ds(start, _PART)] = _transpose(part)
+            scratch["out"][pl.ds(start, _PART)] = _transpose(part, order)
         plgpu.commit_smem()
         _store_tile(scratch["out"], out_ref, column, row)
         plgpu.wait_smem_to_gmem(0)
@@ -352,11 +562,12 @@ def _repeated(x: jax.Array, axis: int) -> jax.Array:
     return plgpu.layout_cast(whole, _ROWS)
 
 
-def _transpose(data: jax.Array) -> jax.Array:
+def _transpose(data: jax.Array, order: Sequence[int] = range(16)) -> jax.Array:
     """The transposed part of a tile; each lane keeps its numbers.
 
     Args:
         data: 8-bit [TILE, _PART].
+        order: of each 16 rows, which a lane has.
 
     Returns:
         [_PART, TILE].
@@ -368,27 +579,28 @@ def _transpose(data: jax.Array) -> jax.Array:
     )
     def transpose_bytes(ctx: Any, data: mgpu.FragmentedArray) -> Any:
         del ctx
-        return _transpose_registers(data)
+        return _transpose_registers(data, order)
 
     transpose: Any = transpose_bytes  # the decorator supplies the context
     return transpose(data)
 
 
-def _transpose_registers(data: mgpu.FragmentedArray) -> Any:
+def _transpose_registers(data: mgpu.FragmentedArray, order: Sequence[int]) -> Any:
     """Emits the transpositions of one lane: 16 words of 4 columns, 4 of 16 bytes."""
     i32, layout = ir.IntegerType.get_signless(32), _COLUMNS.to_mgpu()
     words = [mgpu.utils.bitcast(register, i32) for register in data.registers.flat]
+    words = [words[i] for i in order]
     columns: list[list[ir.Value]] = [[] for _ in range(4)]
     for i in range(0, len(words), 4):
         # Two rows are interleaved, and then two pairs of rows.
         low, high = (
-            [_permute(words[i + j], words[i + j + 1], order) for j in (0, 2)]
-            for order in (0x5140, 0x7362)
+            [_permute(words[i + j], words[i + j + 1], digits) for j in (0, 2)]
+            for digits in (0x5140, 0x7362)
         )
-        for j, (pairs, order) in enumerate(
+        for j, (pairs, digits) in enumerate(
             ((low, 0x5410), (low, 0x7632), (high, 0x5410), (high, 0x7632))
         ):
-            columns[j].append(_permute(pairs[0], pairs[1], order))
+            columns[j].append(_permute(pairs[0], pairs[1], digits))
     shape = (data.shape[1], data.shape[0])
     registers = np.empty(layout.registers_shape(shape), object)
     kind = ir.VectorType.get((4 * len(columns[0]),), data.mlir_dtype)

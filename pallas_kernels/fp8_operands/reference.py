@@ -36,6 +36,44 @@ def quantize_rows(
     return data, scale, jnp.max(jnp.abs(wide), axis=0, initial=0)
 
 
+def rms_norm(x: Float[Array, "M K"], weight: Float[Array, " K"], eps: float) -> Array:
+    """``x / sqrt(mean(x^2) + eps) * weight`` in fp32.
+
+    Args:
+        x: [M,K].
+        weight: [K].
+        eps: added to the mean square.
+    """
+    wide = x.astype(jnp.float32)
+    return wide / jnp.sqrt(jnp.mean(wide**2, axis=1, keepdims=True) + eps) * weight
+
+
+def swiglu(gate: Float[Array, "M K"], up: Float[Array, "M K"]) -> Array:
+    """``silu(gate) * up`` in fp32.
+
+    Args:
+        gate: [M,K].
+        up: [M,K].
+    """
+    z = gate.astype(jnp.float32)
+    return z / (1 + jnp.exp(-z)) * up.astype(jnp.float32)
+
+
+def swiglu_gradients(
+    gate: Float[Array, "M K"], up: Float[Array, "M K"], g: Float[Array, "M K"]
+) -> tuple[Array, Array]:
+    """The gradients of `swiglu` by gate and up in fp32.
+
+    Args:
+        gate: [M,K].
+        up: [M,K].
+        g: [M,K], the gradient of the result.
+    """
+    z, u, d = (x.astype(jnp.float32) for x in (gate, up, g))
+    sigmoid = 1 / (1 + jnp.exp(-z))
+    return d * u * sigmoid * (1 + z * (1 - sigmoid)), d * z * sigmoid
+
+
 def requantize_transposed(
     x: Float[Array, "M K"],
     scale: Float[Array, "..."],

@@ -1,11 +1,14 @@
 """Operands in 8 bits through XLA; runs anywhere."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.fp8_operands.scales import inverse_scale, power_of_two_scale
+from pallas_kernels.matmul.activations import activate
 
 
 def _rounded_to(x: jax.Array, through: DTypeLike) -> jax.Array:
@@ -33,14 +36,68 @@ def quantize_rows(
         [M,K] of `dtype`, scales [M], largest magnitudes of columns [K].
     """
     wide = _rounded_to(x, through)
-    # By bits, which order as magnitudes do: a maximum of numbers may skip NaN.
-    bits = lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)
-    row, column = (
-        lax.bitcast_convert_type(jnp.max(bits, axis, initial=0), jnp.float32)
-        for axis in (1, 0)
-    )
+    row, column = (_largest(wide, axis) for axis in (1, 0))
     scale = power_of_two_scale(row, dtype)
     return (wide * inverse_scale(scale)[:, None]).astype(dtype), scale, column
+
+
+def _largest(wide: jax.Array, axis: int) -> jax.Array:
+    # By bits, which order as magnitudes do: a maximum of numbers may skip NaN.
+    bits = lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis, initial=0), jnp.float32)
+
+
+def quantize_rms_norm(
+    x: jax.Array, weight: jax.Array, *, dtype: DTypeLike, eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`quantize_rows` of normalized rows.
+
+    Args:
+        x: [M,K].
+        weight: [K].
+        dtype: type of the numbers.
+        eps: added to the mean square.
+    """
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    normalized = wide * lax.rsqrt(mean + eps) * weight
+    return quantize_rows(normalized, dtype, through=x.dtype)
+
+
+def quantize_gated(
+    gate: jax.Array, up: jax.Array, *, dtype: DTypeLike, activation: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`quantize_rows` of ``activation(gate) * up``.
+
+    Args:
+        gate: [M,K].
+        up: [M,K].
+        dtype: type of the numbers.
+        activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
+    """
+    z, u = (x.astype(jnp.float32) for x in (gate, up))
+    return quantize_rows(activate(z, activation) * u, dtype, through=gate.dtype)
+
+
+def quantize_gated_gradients(
+    gate: jax.Array, up: jax.Array, g: jax.Array, *, dtype: DTypeLike, activation: str
+) -> tuple[jax.Array, ...]:
+    """Gradients of ``activation(gate) * up``, with one scale for a row of both.
+
+    Args:
+        gate: [M,K].
+        up: [M,K].
+        g: [M,K].
+        dtype: type of the numbers.
+        activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
+    """
+    z, u, d = (x.astype(jnp.float32) for x in (gate, up, g))
+    a, back = jax.vjp(functools.partial(activate, activation=activation), z)
+    both = [_rounded_to(x, gate.dtype) for x in (*back(d * u), d * a)]
+    rows = (_largest(x, 1) for x in both)
+    scale = power_of_two_scale(jnp.maximum(*rows), dtype)
+    data = ((x * inverse_scale(scale)[:, None]).astype(dtype) for x in both)
+    return *data, scale, *(_largest(x, 0) for x in both)
 
 
 def transpose_rows(

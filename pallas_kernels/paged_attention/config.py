@@ -18,7 +18,9 @@ class PagedAttentionConfig:
     is up to half a split longer or shorter."""
     teams: int | None = None
     """Pairs of a copying and a computing warpgroup per block; each pair takes splits of
-    its own. None is 2, and 1 with head dim 256."""
+    its own. None is 2, and 1 with head dim 256. 3 is for fp8 pages, head dim 128 and up
+    to 8 queries per key/value head: a step waits for one thing after the other, and
+    has half of the bytes to hide that."""
     slots: int | None = None
     """Tiles of 64 keys or values in the shared memory of a team; None is as many as
     fit, up to 8."""
@@ -28,7 +30,7 @@ class PagedAttentionConfig:
             raise ValueError(
                 f"split {self.split}, expected a positive multiple of {BLOCK}"
             )
-        if self.teams not in (None, 1, 2):
-            raise ValueError(f"teams {self.teams}, expected None, 1 or 2")
+        if self.teams not in (None, 1, 2, 3):
+            raise ValueError(f"teams {self.teams}, expected None, 1, 2 or 3")
         if self.slots is not None and self.slots < 2:
             raise ValueError(f"slots {self.slots}, expected None or at least 2")

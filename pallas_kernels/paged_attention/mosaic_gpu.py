@@ -119,6 +119,10 @@ def _check(x: Inputs, group: int, config: PagedAttentionConfig) -> None:
         f" multiples of {BLOCK} and head dims from 128": (
             not narrow or (page % BLOCK == 0 and head_dim >= 128)
         ),
+        f"teams=3 with {dtype.name} pages, head dim {head_dim} and {queries * group} "
+        "queries a key/value head, the kernel takes float8_e4m3fn, 128 and 8": (
+            config.teams != 3 or (narrow and head_dim == 128 and queries * group <= 8)
+        ),
         f"head dim {head_dim}, the kernel takes {HEAD_DIMS}": head_dim in HEAD_DIMS,
         f"pages of {page} tokens, the kernel takes {PAGES}": page in PAGES,
         f"{queries} new tokens of {group} query heads a key/value head, the kernel"

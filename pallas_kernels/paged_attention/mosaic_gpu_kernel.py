@@ -59,12 +59,13 @@ from pallas_kernels.paged_attention.operands import (
 from pallas_kernels.paged_attention.problem import WARPS, Problem
 
 
-_REGISTERS = {1: (56, 240), 2: (64, 192)}
+_REGISTERS = {1: (56, 240), 2: (64, 192), 3: (40, 120)}
 """Of a thread that copies and of one that computes, by teams: what one gives up of the
 registers that a block starts with, others may take."""
 
-_LOADED = 96
-"""Registers of a thread for splits that are loaded ahead of their sum, about."""
+_LOADED = {1: 96, 2: 96, 3: 32}
+"""Registers of a thread for splits that are loaded ahead of their sum, about, by teams.
+"""
 
 _LEAST_COPY = 16
 """Rows of a page that are copied, at least; the last block of a row is seldom full."""
@@ -562,15 +563,22 @@ class _Team:
         total = jnp.zeros((BLOCK, p.query_rows), jnp.float32)
         total = plgpu.layout_cast(total, plgpu.Layout.WGMMA)
         shape = p.head_dim, p.query_rows
+        scales = (jnp.float32(1),) * (2 * p.narrow)
 
         def loop(acc: Ref) -> Any:
             step = functools.partial(self.step, work, number, tiles, queries, acc)
-            state = lax.fori_loop(0, work.steps, step, (highest, total))
-            return acc[...], *state
+            state = lax.fori_loop(0, work.steps, step, (highest, total, scales))
+            return acc[...], *state[:2]
 
         sums, highest, total = pl.run_scoped(
             loop, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
         )
+        if p.narrow:
+
+            @pl.when(work.steps > 0)
+            def _() -> None:
+                plgpu.commit_smem()
+                self.release(self.slot(tiles + 2 * work.steps - 1))
 
         plgpu.barrier_arrive(self.barrier("q_empty", 2, place))
         total = add_keys(total, self.smem["of_warps"])
@@ -609,26 +617,25 @@ class _Team:
         acc: Ref,
         i: Scalar,
         state: Any,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, Any, tuple[Any, ...]]:
         """A block of keys, and its values."""
         p, ring = self.problem, self.smem["ring"]
-        highest, total = state
+        highest, total, scales = state
         start = work.begin + i * BLOCK
         edge = start + BLOCK > work.length
         if self.scores.window is not None:
             edge |= start <= work.length + (p.queries - 1) - self.scores.window
         slot = self.wait(tiles + 2 * i)
-        scales = []
-        if p.narrow:  # asked for early: both are on their way during the matmul
-            lines = (self.line(work, number, start, part) for part in range(2))
-            scales = [self.scales[0][line] for line in lines]
+        if p.narrow:  # page ids are there once the first tile is
+            scales = lax.cond(
+                i > 0, lambda: scales, lambda: self.scales_of(work, number, i)
+            )
 
         def multiply(products: Ref) -> Any:
             chunks = (pl.ds(chunk * CHUNK, CHUNK) for chunk in range(p.chunks))
             keys = [ring.at[slot, :, columns] for columns in chunks]
             if p.narrow:
                 keys = load_keys(ring.at[slot])
-                self.release(slot)
             for chunk in range(p.chunks):
                 other = queries.at[chunk].transpose((1, 0))
                 plgpu.wgmma(products, keys[chunk], other)
@@ -659,12 +666,19 @@ class _Team:
             acc[...] = sums
         store_transposed(self.smem["weights"], weights.astype(p.product_dtype))
         plgpu.commit_smem()
+        following = ()
+        if p.narrow:
+            # Ordinary loads have read them, ahead of the fence and of the barrier that
+            # the weights need: no others are necessary.
+            self.release(slot)
+            pl.when(i > 0)(lambda: self.release(self.slot(tiles + 2 * i - 1)))
+            # They may come from the memory of the device, and a fence waits for loads.
+            following = self.scales_of(work, number, i + 1)
         other = self.smem["weights"].transpose((1, 0))
         slot = self.wait(tiles + 2 * i + 1)
         if p.narrow:
             load = functools.partial(load_values, ring.at[slot])
             values = lax.cond(edge, lambda: load(self.held(work, start)), load)
-            self.release(slot)
 
             def add(products: Ref) -> Any:
                 plgpu.wgmma(products, values, other)
@@ -680,7 +694,15 @@ class _Team:
             plgpu.wgmma(acc, ring.at[slot].transpose((1, 0)), other)
             plgpu.wgmma_wait(0)
             self.release(slot)
-        return grown, total
+        return grown, total, following
+
+    def scales_of(
+        self, work: _Work, number: Scalar, i: Scalar
+    ) -> tuple[Scalar, Scalar]:
+        """The scales of keys and values of a step; past the last, those of the last."""
+        start = work.begin + jnp.minimum(i, work.steps - 1) * BLOCK
+        keys, values = (self.line(work, number, start, part) for part in range(2))
+        return self.scales[0][keys], self.scales[0][values]
 
     def wait(self, number: Scalar) -> Scalar:
         """The slot of the nth tile, once the tile is there."""
@@ -690,8 +712,6 @@ class _Team:
 
     def release(self, slot: Scalar) -> None:
         """Hands a slot back."""
-        if self.problem.narrow:  # ordinary loads have read what a copy will overwrite
-            plgpu.commit_smem()
         plgpu.barrier_arrive(self.barrier("empty", self.problem.slots, slot))
 
     def mask(self, work: _Work, start: Scalar, s: Any) -> Any:
@@ -739,7 +759,7 @@ class _Team:
         layout = plgpu.Layout.TILED(
             tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
         )
-        ahead = max(1, min(32, _LOADED * 128 // math.prod(shape)))
+        ahead = max(1, min(32, _LOADED[p.teams] * 128 // math.prod(shape)))
 
         def add(i: Scalar, state: Any) -> Any:
             sums, highest, total = state

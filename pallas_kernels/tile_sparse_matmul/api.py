@@ -25,6 +25,7 @@ from pallas_kernels.mosaic import vary_alike
 from pallas_kernels.partition import by_shards
 from pallas_kernels.tile_sparse_matmul.config import FEW_TOKENS, TileSparseConfig
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
+from pallas_kernels.tile_sparse_matmul.format_24 import TileSparse24
 from pallas_kernels.tile_sparse_matmul.passes import (
     OP,
     Call,
@@ -35,7 +36,7 @@ from pallas_kernels.tile_sparse_matmul.passes import (
 
 def tile_sparse_matmul(
     x: Float[Array, "..."],
-    w: TileSparse,
+    w: TileSparse | TileSparse24,
     *,
     bias: Float[Array, " N"] | None = None,
     activation: str | None = None,
@@ -59,6 +60,9 @@ def tile_sparse_matmul(
     has no tiles. With granularity 64 it has, and if half or more is pruned a sparse
     matmul gives the gradient on Hopper. Gradients of values past the counts are zero,
     so a pruned weight never comes back.
+
+    A `TileSparse24` is for inference and has no gradient. Its kernel, for sparse tensor
+    cores, is feature-major: tokens that come or go as the leading axis are transposed.
 
     With ``implementation=None`` a kernel runs on NVIDIA GPUs, Mosaic GPU's on Hopper,
     Triton's elsewhere, unless so little is pruned that unpacking the weight for a dense
@@ -104,13 +108,14 @@ def tile_sparse_matmul(
     x = jnp.asarray(x)
     bias = None if bias is None else jnp.asarray(bias)
     x_major, y_major = _layouts(feature_major)
-    _check(x, w, bias, activation, x_major)
+    kept = w.abstract if isinstance(w, TileSparse24) else w
+    _check(x, kept, bias, activation, x_major)
     tuned_configs.check_config(OP, config, TileSparseConfig)
     call = Call(
-        shape=w.shape,
-        granularity=w.granularity,
-        equal_counts=w.equal_counts,
-        steps=w.steps,
+        shape=kept.shape,
+        granularity=kept.granularity,
+        equal_counts=kept.equal_counts,
+        steps=kept.steps,
         activation=activation,
         feature_major=(x_major, y_major),
         implementation=as_hashable(implementation),
@@ -133,7 +138,7 @@ def tile_sparse_matmul(
 
 def _tile_sparse_matmul(
     x: jax.Array,
-    w: TileSparse,
+    w: TileSparse | TileSparse24,
     bias: jax.Array | None,
     call: Call,
 ) -> jax.Array:
@@ -147,11 +152,15 @@ def _tile_sparse_matmul(
     few = kernel and tokens <= FEW_TOKENS
     if few and not x_major:
         flat = _row_major(flat)
-    if not x_major and w.granularity < STEP and kernel:
+    if not x_major and call.granularity < STEP and kernel:
         # Here, so that the gradient of the values gets it transposed too.
         flat, call = flat.T, dataclasses.replace(call, feature_major=(True, y_major))
-    pattern = (w.rows, w.counts, w.columns, w.places, w.order)
-    flat, values, bias, pattern = vary_alike((flat, w.values, bias, pattern))
+    if isinstance(w, TileSparse24):
+        values, kept = (w.values, w.metadata), w.pattern
+    else:
+        values, kept = w.values, w
+    pattern = (kept.rows, kept.counts, kept.columns, kept.places, kept.order)
+    flat, values, bias, pattern = vary_alike((flat, values, bias, pattern))
     y: Any = product(flat, values, bias, pattern, call)
     if few and not y_major:
         y = _row_major(y)

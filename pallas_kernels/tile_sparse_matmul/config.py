@@ -15,6 +15,7 @@ from pallas_kernels.matmul.config import CONSUMERS, MatmulConfig
 from pallas_kernels.matmul.config import Problem as MatmulProblem
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
+from pallas_kernels.tile_sparse_matmul.format_24 import TileSparse24
 
 
 FEW_TOKENS = 64
@@ -123,11 +124,21 @@ class Problem:
     """The output is stored feature by feature."""
     steps: int | None = None
     """Steps of 64 rows that all tiles together take; None if unknown."""
+    two_of_four: bool = False
+    """The weight is a `TileSparse24`."""
 
     @classmethod
-    def of(cls, x: Any, w: TileSparse, feature_major: tuple[bool, bool]) -> "Problem":
+    def of(
+        cls,
+        x: Any,
+        w: TileSparse | TileSparse24,
+        feature_major: tuple[bool, bool],
+    ) -> "Problem":
         """The problem of activations (or their shape) and a weight."""
         x_major, y_major = feature_major
+        two_of_four = isinstance(w, TileSparse24)
+        if isinstance(w, TileSparse24):
+            w = w.abstract
         return cls(
             m=x.shape[1 if x_major else 0],
             n=w.packed_columns,
@@ -139,6 +150,7 @@ class Problem:
             dtype=jnp.dtype(x.dtype),
             x_major=x_major,
             y_major=y_major,
+            two_of_four=two_of_four,
         )
 
     @property
@@ -150,6 +162,11 @@ class Problem:
     def mean_rows(self) -> float:
         """Mean rows per tile; the capacity if unknown."""
         return self.room if self.steps is None else STEP * self.steps / self.tiles
+
+    @property
+    def stored_share(self) -> float:
+        """Bytes of the weights in a row, over two of each column; with metadata."""
+        return 9 / 16 if self.two_of_four else 1
 
     @property
     def gathers(self) -> bool:
@@ -167,6 +184,7 @@ class Problem:
             f"m={self.m} n={self.n} k={self.k} room={self.room} tile={self.tile}"
             f" granularity={self.granularity}"
             f" {short.get(self.dtype.name, self.dtype.name)} {majors}"
+            + (" 2:4" if self.two_of_four else "")
         )
 
     def declines(self, device: DeviceSpec) -> str | None:
@@ -222,7 +240,7 @@ class Problem:
             problem = MatmulProblem(
                 m=config.splits * self.tiles * self.tile,
                 n=self.m,
-                lhs_transposed=True,
+                lhs_transposed=not self.two_of_four,
                 rhs_transposed=not x_is_k_major,
                 **shared,
             )
@@ -279,6 +297,8 @@ _EFFICIENCY = 0.98  # of the tensor cores, relative to a dense matmul
 _BLOCK_OVERHEAD = 4500  # filling the ring, storing the block
 # From times of 1 and 32 tokens.
 _SPLIT_OVERHEAD = 2000  # another kernel, which adds the parts
+# From a trial of 2:4 alone, where all rows are kept and none is gathered.
+_GAIN_24 = 1.4
 _SATURATING = 0.5  # of the multiprocessors read as fast as all
 
 
@@ -287,12 +307,14 @@ def _cost(problem: Problem, config: TileSparseConfig, device: DeviceSpec) -> flo
     p, c = problem, config
     blocks = -(-p.m // (c.block_tokens * c.cluster)) * p.tiles * c.splits
     waves = -(-blocks // (device.num_sms // c.cluster))
-    bytes_moved = 2 * (min(c.block_tokens, -(-p.m // 8) * 8) + p.tile / c.cluster)
-    step = step_cycles(c.block_tokens, p.tile, bytes_moved, _EFFICIENCY * TENSOR_CORE)
+    stored = p.tile * p.stored_share
+    bytes_moved = 2 * (min(c.block_tokens, -(-p.m // 8) * 8) + stored / c.cluster)
+    rate = _EFFICIENCY * TENSOR_CORE * (_GAIN_24 if p.two_of_four else 1)
+    step = step_cycles(c.block_tokens, p.tile, bytes_moved, rate)
     # The fullest tile alone takes as long as all its rows do.
     rows = max(waves * p.mean_rows, p.room)
     cycles = rows / c.splits * step + waves * _BLOCK_OVERHEAD
-    weight = 2 * p.tiles * p.tile * p.mean_rows / HBM_BANDWIDTH
+    weight = 2 * p.tiles * stored * p.mean_rows / HBM_BANDWIDTH
     busy = min(1.0, blocks * c.cluster / (_SATURATING * device.num_sms))
     return max(cycles, weight / busy) + _SPLIT_OVERHEAD * (c.splits > 1)
 
@@ -305,13 +327,18 @@ def _configs(problem: Problem, device: DeviceSpec) -> list[TileSparseConfig]:
         half = tokens // 2
         if half >= max(problem.m, 64) and _fits(problem, half):
             continue
-        # What fits into shared memory beside 32 KB of store buffers.
-        stages = min(196_608 // (128 * (tokens + problem.tile)), 8)
-        lag = min(stages - 2, {256: 2, 128: 4, 64: 6}[tokens])
-        ahead = 1 if tokens > 64 else 8
         split_features = problem.y_major and problem.tile >= 128
         rows = problem.tile // 2 if split_features else tokens
         slots = 2 if problem.y_major and rows == 64 and tokens > 64 else 1
+        # What fits into shared memory beside 32 KB of store buffers.
+        space = 196_608
+        if problem.two_of_four:  # short steps: more stages instead of store buffers
+            rows = max(problem.tile // 2, 64)
+            slots, space = 1, 228_352 - 256 * rows
+        columns = tokens + problem.tile * problem.stored_share
+        stages = min(space // int(128 * columns), 8)
+        lag = min(stages - 2, {256: 2, 128: 4, 64: 6}[tokens])
+        ahead = 1 if tokens > 64 else 8
         for cluster in (1, 2):
             if cluster * tokens >= 2 * problem.m and cluster > 1:
                 continue

@@ -1,5 +1,8 @@
 """Hopper tile-sparse matmul: gathered rows of x, packed weights, wgmma.
 
+Weights with 2:4 sparsity in their kept rows (`TileSparse24`) are the left operand of
+sparse tensor cores, see `mosaic_gpu_24`; all else is alike.
+
 The roles and the ring are those of `pallas_kernels.matmul.mosaic_gpu`, whose building
 blocks this kernel uses. An output block is one tile of features by `block_tokens`
 tokens; its sums run over the rows that the tile keeps, 64 at a time::
@@ -47,9 +50,10 @@ from pallas_kernels.matmul.mosaic_gpu import Tiles, store_tile
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.pipeline import drain, hand_over, launch, next_slot
-from pallas_kernels.tile_sparse_matmul import epilogue
+from pallas_kernels.tile_sparse_matmul import epilogue, mosaic_gpu_24
 from pallas_kernels.tile_sparse_matmul.config import TILES, Problem, TileSparseConfig
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
+from pallas_kernels.tile_sparse_matmul.format_24 import TileSparse24
 from pallas_kernels.tile_sparse_matmul.gather import gather_rows, load_rows
 from pallas_kernels.tile_sparse_matmul.order import RESIDENT, Turns, balanced_turns
 from pallas_kernels.tile_sparse_matmul.ring import (
@@ -106,7 +110,8 @@ class _Cut:
     @functools.cached_property
     def tiles(self) -> Tiles:
         problem, config = self.problem.matmul(self.config, self.dtype_stored)
-        return Tiles(problem=problem, config=config)
+        kind = mosaic_gpu_24.Tiles24 if self.problem.two_of_four else Tiles
+        return kind(problem=problem, config=config)
 
     @property
     def token_clusters(self) -> int:
@@ -282,6 +287,11 @@ def _load_weights(
     slot: Scalar,
 ) -> None:
     """Starts the copy of one step of a tile."""
+    if cut.problem.two_of_four:
+        values, metadata = refs["values"], refs["metadata"]
+        axes = ("cluster",) if cut.config.cluster > 1 else None
+        mosaic_gpu_24.load_weights(values, metadata, scratch, block.tile, k, slot, axes)
+        return
     _, w_smem = cut.operands(scratch)
     plgpu.copy_gmem_to_smem(
         refs["values"].at[block.tile, pl.ds(pl.multiple_of(k * STEP, STEP), STEP)],
@@ -433,7 +443,11 @@ def _consume(
     def consume_block(block: _Block, _: _Block, slot: Scalar) -> Scalar:
         tile, tokens = block.tile, block.tokens
         first, last = cut.steps(block)
-        sums, slot = multiply_steps(cut.tiles, scratch, consumer, first, last, slot)
+        part = scratch, consumer, first, last, slot
+        if isinstance(cut.tiles, mosaic_gpu_24.Tiles24):
+            sums, slot = mosaic_gpu_24.multiply_steps(cut.tiles, *part)
+        else:
+            sums, slot = multiply_steps(cut.tiles, *part)
         line = block.split * cut.problem.tiles + tile
         m, n = (line, tokens) if cut.problem.y_major else (tokens, line)
         sums = _epilogue(cut, refs, sums, tile, consumer)
@@ -482,7 +496,7 @@ def _epilogue(
 
 def tile_sparse_matmul(
     x: jax.Array,
-    w: TileSparse,
+    w: TileSparse | TileSparse24,
     bias: jax.Array | None = None,
     activation: str | None = None,
     *,
@@ -497,7 +511,8 @@ def tile_sparse_matmul(
         w: weight; its `columns` are left to the caller.
         bias: [N] or None.
         activation: a name in `ACTIVATIONS`, or None.
-        feature_major: how the input and the output are stored.
+        feature_major: how the input and the output are stored; with a `TileSparse24`
+            what is not feature-major is transposed.
         config: how to cut it.
         device: the GPU that the kernel is built for.
 
@@ -509,8 +524,16 @@ def tile_sparse_matmul(
     """
     wanted = Problem.of(x, w, feature_major)
     check_problem(wanted)
-    x, (x_major, y_major), config = _stored(x, w, feature_major, config)
-    problem = Problem.of(x, w, (x_major, y_major))
+    compressed = {}
+    if isinstance(w, TileSparse24):
+        compressed = {"values": w.values, "metadata": w.metadata}
+        w = w.abstract
+    x, (x_major, y_major), config = _stored(
+        x, w, feature_major, config, two_of_four=wanted.two_of_four
+    )
+    problem = dataclasses.replace(
+        Problem.of(x, w, (x_major, y_major)), two_of_four=wanted.two_of_four
+    )
     fused = config.splits == 1
     cut = _Cut(
         problem=problem,
@@ -522,6 +545,7 @@ def tile_sparse_matmul(
     )
     check_tiles(cut.tiles, device, config)
     inputs = {"x": x, "values": w.values, "rows": w.rows, "counts": w.counts}
+    inputs |= compressed
     if cut.has_bias and bias is not None:
         padded = w.tiles * w.tile - w.packed_columns
         inputs["bias"] = jnp.pad(bias, (0, padded)) if padded else bias
@@ -535,6 +559,8 @@ def tile_sparse_matmul(
     if not fused:
         y = _add_parts(y, cut, bias, activation)
     y = y[: wanted.n, : wanted.m] if y_major else y[: wanted.m, : wanted.n]
+    if wanted.two_of_four and not wanted.y_major:
+        return y.T
     # [1,N] to [N,1], the same memory.
     return y.reshape((wanted.n, wanted.m)) if wanted.y_major != y_major else y
 
@@ -544,14 +570,19 @@ def _stored(
     w: TileSparse,
     feature_major: tuple[bool, bool],
     config: TileSparseConfig,
+    *,
+    two_of_four: bool,
 ) -> tuple[jax.Array, tuple[bool, bool], TileSparseConfig]:
     """The input as the kernel wants it, how it and the output are stored, the config.
 
     One token is the same memory in either layout: the copy engine, which wants lines of
-    16 bytes, then reads and writes a row.
+    16 bytes, then reads and writes a row. Only a left operand may be 2:4: the output is
+    feature-major.
     """
     x_major, y_major = feature_major
-    single = x.shape[1 if x_major else 0] == 1
+    if two_of_four:
+        x, x_major, y_major = x if x_major else x.T, True, True
+    single = x.shape[1 if x_major else 0] == 1 and not two_of_four
     if single and y_major:
         y_major, config = False, dataclasses.replace(config, store_slots=1)
     by_engine = w.granularity == STEP

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import tuned_configs
-from pallas_kernels.dispatch import dispatch, no_config
+from pallas_kernels.dispatch import Unsupported, dispatch, no_config
 from pallas_kernels.matmul import matmul
 from pallas_kernels.mosaic import DeviceSpec, check_hopper, keep_mark
 from pallas_kernels.partition import check_local
@@ -32,6 +32,7 @@ from pallas_kernels.tile_sparse_matmul.config import (
     heuristic,
 )
 from pallas_kernels.tile_sparse_matmul.format import TileSparse
+from pallas_kernels.tile_sparse_matmul.format_24 import TileSparse24
 from pallas_kernels.tile_sparse_matmul.transposed import has_tiles, transposed
 
 
@@ -54,21 +55,24 @@ class Call:
     implementation: str | tuple[str, ...] | None
     config: TileSparseConfig | None
 
-    def weight(self, values: Any, pattern: Any) -> TileSparse:
-        """The weight of these values and this pattern."""
+    def weight(self, values: Any, pattern: Any) -> Any:
+        """The weight of these values and this pattern; 2:4 of values and metadata."""
         static = (self.shape, self.granularity, self.equal_counts, self.steps)
-        return TileSparse.tree_unflatten(static, (values, *pattern))
+        if not isinstance(values, tuple):
+            return TileSparse.tree_unflatten(static, (values, *pattern))
+        kept = TileSparse.tree_unflatten(static, (None, *pattern))
+        return TileSparse24(values=values[0], metadata=values[1], pattern=kept)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def product(
-    x: jax.Array, values: jax.Array, bias: Any, pattern: Any, call: Call
+    x: jax.Array, values: Any, bias: Any, pattern: Any, call: Call
 ) -> jax.Array:
     """The matmul with bias and activation.
 
     Args:
         x: [M,K], or [K,M].
-        values: [T,P,G].
+        values: [T,P,G], or values and metadata of a `TileSparse24`.
         bias: [N], or None.
         pattern: the other arrays of the weight.
         call: the static part.
@@ -77,19 +81,25 @@ def product(
         [M,N], or [N,M].
     """
     w = call.weight(values, pattern)
-    if w.columns is None:
+    if pattern[2] is None:
         return _run(x, w, bias, call.activation, call)
     y_major = call.feature_major[1]
     y = _run(x, w.packed(), None, None, call)
-    y = w.place_columns(y, axis=0 if y_major else 1)
+    kept = w.pattern if isinstance(w, TileSparse24) else w
+    y = kept.place_columns(y, axis=0 if y_major else 1)
     return epilogue.apply(
         y, bias, call.activation, feature_major=y_major, dtype=x.dtype
     )
 
 
 def _forward(
-    x: jax.Array, values: jax.Array, bias: Any, pattern: Any, call: Call
+    x: jax.Array, values: Any, bias: Any, pattern: Any, call: Call
 ) -> tuple[jax.Array, Any]:
+    if isinstance(values, tuple):
+        raise NotImplementedError(
+            f"{OP}: a TileSparse24 is for inference and has no gradient; train with"
+            " w.decompress(), a TileSparse, and compress it afterwards"
+        )
     linear = dataclasses.replace(call, activation=None)
     z: Any = product(x, values, bias, pattern, linear)
     # A checkpoint policy may save it by name.
@@ -195,13 +205,13 @@ def _names(call: Call) -> tuple[str, ...]:
     return (named,) if isinstance(named, str) else named
 
 
-def _declines(x: jax.Array, w: TileSparse, call: Call) -> str | None:
+def _declines(x: jax.Array, w: TileSparse | TileSparse24, call: Call) -> str | None:
     """Say why XLA is expected to be faster than the kernels, or None."""
     problem = Problem.of(x, w, call.feature_major)
     return tuned_configs.declines(OP, problem, DeviceSpec.current(), call.config)
 
 
-def may_run_a_kernel(x: jax.Array, w: TileSparse, call: Call) -> bool:
+def may_run_a_kernel(x: jax.Array, w: TileSparse | TileSparse24, call: Call) -> bool:
     """True if the input should be stored in the layout of the kernels."""
     if call.implementation is not None:
         return _names(call)[:1] != ("xla",)
@@ -211,7 +221,11 @@ def may_run_a_kernel(x: jax.Array, w: TileSparse, call: Call) -> bool:
 
 
 def _run(
-    x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: Call
+    x: jax.Array,
+    w: TileSparse | TileSparse24,
+    bias: Any,
+    activation: str | None,
+    call: Call,
 ) -> jax.Array:
     """The packed matmul and its epilogue, by the first implementation that can."""
     y = dispatch(
@@ -248,9 +262,15 @@ def _run_grad(x: jax.Array, dy: jax.Array, w: TileSparse, call: Call) -> jax.Arr
 
 
 def _xla(
-    x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: Call
+    x: jax.Array,
+    w: TileSparse | TileSparse24,
+    bias: Any,
+    activation: str | None,
+    call: Call,
 ) -> jax.Array:
     no_config(OP, call.config)
+    if isinstance(w, TileSparse24):
+        w = w.decompress()
     y = xla.tile_sparse_matmul(x, w, feature_major=call.feature_major)
     return epilogue.apply(
         y, bias, activation, feature_major=call.feature_major[1], dtype=x.dtype
@@ -258,8 +278,17 @@ def _xla(
 
 
 def _triton(
-    x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: Call
+    x: jax.Array,
+    w: TileSparse | TileSparse24,
+    bias: Any,
+    activation: str | None,
+    call: Call,
 ) -> jax.Array:
+    if isinstance(w, TileSparse24):
+        raise Unsupported(
+            f"{OP}: a TileSparse24, which only the Hopper kernel multiplies; use"
+            " implementation='xla', or w.decompress()"
+        )
     no_config(OP, call.config, "Triton")
     check_local(OP, x, w.values)
     return triton.tile_sparse_matmul(
@@ -273,7 +302,11 @@ def _triton(
 
 
 def _mosaic_gpu(
-    x: jax.Array, w: TileSparse, bias: Any, activation: str | None, call: Call
+    x: jax.Array,
+    w: TileSparse | TileSparse24,
+    bias: Any,
+    activation: str | None,
+    call: Call,
 ) -> jax.Array:
     device, config = tuned_configs.hopper_config(
         OP,

@@ -9,6 +9,7 @@ from pallas_kernels.varlen_attention.config import (
     ForwardBlocks,
     MosaicGpuConfig,
 )
+from pallas_kernels.varlen_attention.paged import paged_varlen_attention
 from pallas_kernels.varlen_attention.quantize import quantize_heads
 from pallas_kernels.varlen_attention.reference import varlen_attention_reference
 from pallas_kernels.varlen_attention.relative import (
@@ -32,6 +33,7 @@ __all__ = [
     "RelativeBuckets",
     "XlaConfig",
     "cu_seqlens_from_segment_ids",
+    "paged_varlen_attention",
     "position_terms",
     "positions_from_cu_seqlens",
     "quantize_heads",

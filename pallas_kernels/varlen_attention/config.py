@@ -189,6 +189,10 @@ class Problem:
     """bfloat16 or float16; in the forward pass also float8_e4m3fn."""
     value_dim: int | None = None
     """Hv; None: the same."""
+    page: int | None = None
+    """G, tokens of a page, where keys and values lie in pages."""
+    num_pages: int = 0
+    """P, pages of a layer."""
 
     @property
     def groups(self) -> int:

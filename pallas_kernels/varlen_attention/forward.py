@@ -31,8 +31,9 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.fp8_operands import mosaic_gpu as fp8_operands
 from pallas_kernels.mosaic.aliases import Ref, Scalar
-from pallas_kernels.mosaic.copies import chunked, copy_rows, copy_transposed
+from pallas_kernels.mosaic.copies import chunked, copy_rows
 from pallas_kernels.mosaic.device import DeviceSpec
+from pallas_kernels.mosaic.fp8_fragments import ORDER
 from pallas_kernels.mosaic.lanes import store_rows
 from pallas_kernels.mosaic.manual_axes import constant
 from pallas_kernels.mosaic.pipeline import launch
@@ -49,6 +50,7 @@ from pallas_kernels.varlen_attention.config import (
     query_buffers,
 )
 from pallas_kernels.varlen_attention.inputs import Inputs, Scores
+from pallas_kernels.varlen_attention.key_sources import KeysInRows, KeySource
 from pallas_kernels.varlen_attention.mainloop import (
     ForwardMainloop,
     step_start,
@@ -65,6 +67,10 @@ from pallas_kernels.varlen_attention.scheduler import (
 )
 
 
+LINE = len(ORDER)
+"""Bytes of which copies take a multiple: where the copy engine begins along the last
+axis of an array, it begins at a multiple of 16, or stops the kernel."""
+
 _L2_BYTES = 32 * 2**20
 """Keys and values of the heads that run together should fit in the L2 cache."""
 
@@ -73,8 +79,13 @@ _FIELDS = ("row", "q0", "rows", "k0", "steps", "first", "last", "offset", "k_end
 
 
 def _fields(problem: Problem) -> tuple[str, ...]:
-    """`_FIELDS`, with the number of the sequence where each has scales of its own."""
-    return (*_FIELDS[:-1], "sequence", "slots") if problem.fp8 else _FIELDS
+    """`_FIELDS`, with the number of the sequence where each has scales or pages of its
+    own, and in 8 bits the first key: `k0` may lie before it.
+    """
+    more = ("sequence", "k_first") if problem.fp8 else ()
+    if problem.page is not None:
+        more = ("sequence",)
+    return *_FIELDS[:-1], *more, _FIELDS[-1]
 
 
 def heads_together(problem: Problem) -> int:
@@ -85,9 +96,16 @@ def heads_together(problem: Problem) -> int:
 
 
 def tile_fields(
-    scores: Scores, blocks: ForwardBlocks, seq: Sequences, index: AnyArray
+    scores: Scores,
+    blocks: ForwardBlocks,
+    seq: Sequences,
+    index: AnyArray,
+    align: int = 1,
+    fp8: bool = False,
 ) -> dict[str, Any]:
     """`_FIELDS` but the last of the tile of a sequence, all of one shape.
+
+    In 8 bits steps end at multiples of `align` tokens, too, and there is "k_first".
 
     Args:
         scores: what queries see.
@@ -95,6 +113,8 @@ def tile_fields(
         seq: the tile's sequence.
         index: which tile of it. If queries see no keys to their right, the last tile,
             which sees the most, is number 0.
+        align: steps begin at multiples of so many keys.
+        fp8: whether the values are transposed.
     """
     xp = namespace(seq.q_start)
     block_q, block_k = blocks.block_q, blocks.block_k
@@ -103,36 +123,47 @@ def tile_fields(
     q0 = seq.q_start + index * block_q
     q1 = xp.minimum(q0 + block_q, seq.q_end)
     start, stop = interval_of_keys(q0, q1 - 1, seq, scores.window)
-    steps = xp.maximum(-(-(stop - start) // block_k), 0)
+    k0, k_total = start, seq.k_total
+    if align > 1:
+        k0 = start - start % align
+    if fp8:
+        k_total = k_total + -k_total % align
+    steps = xp.maximum(-(-(stop - k0) // block_k), 0)
+    if fp8:
+        steps = xp.where(start < stop, steps, 0)
     # Steps [first, last) need no mask: each of their keys is seen by all queries.
     left, right = scores.window
     offset = seq.k_end - seq.q_end
     first, seen_by_all = xp.zeros_like(steps), seq.k_end
     if left is not None:
-        first = -(-(q1 - 1 + offset - left - start) // block_k)
+        first = -(-(q1 - 1 + offset - left - k0) // block_k)
         first = xp.clip(first, 0, steps)
+    if fp8:
+        first = xp.minimum(xp.maximum(first, xp.where(k0 < start, 1, 0)), steps)
     if right is not None:
         seen_by_all = xp.minimum(seen_by_all, q0 + offset + right + 1)
-    last = xp.clip((seen_by_all - start) // block_k, first, steps)
+    last = xp.clip((seen_by_all - k0) // block_k, first, steps)
     return {
         "row": seq.row,
         "q0": q0,
         "rows": q1 - q0,
-        "k0": start,
+        "k0": k0,
         "steps": steps,
         "first": first,
         "last": last,
         "offset": offset,
         "k_end": stop if right is None else seq.k_end,
-        "k_total": seq.k_total,
+        "k_total": k_total,
         "real": seq.real,
+        **({"k_first": start} if fp8 else {}),
     }
 
 
 def forward_outputs(x: Inputs, with_rest: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
     """``(out, lse)``, [R, T, N, Hv] and [R, T, N]; and ``rest``, as out, if wanted."""
     dtype = jnp.bfloat16 if x.q.dtype.itemsize == 1 else x.q.dtype
-    out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), dtype)
+    value_dim = x.q.shape[3] if x.v is None else x.v.shape[3]
+    out = jax.ShapeDtypeStruct((*x.q.shape[:3], value_dim), dtype)
     lse = jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
     return (out, lse, out) if with_rest else (out, lse)
 
@@ -163,8 +194,13 @@ def tile_table(
     slots = most_tiles(problem.rows, problem.queries, problem.max_seqs, blocks.block_q)
     cost = (seqs.k_end - seqs.k_start) * seqs.real
     tiles = tile_sequences(seqs.q_start, seqs.q_end, cost, blocks.block_q, slots + 1)
-    fields = tile_fields(scores, blocks, tiles.sequences(seqs), tiles.index)
-    if problem.fp8:
+    align = LINE if problem.fp8 else 1
+    if problem.page is not None:
+        align = min(problem.page, blocks.block_k)
+    fields = tile_fields(
+        scores, blocks, tiles.sequences(seqs), tiles.index, align, problem.fp8
+    )
+    if "sequence" in _fields(problem):
         xp = namespace(seqs.q_start)
         number = xp.arange(cost.shape[0], dtype=np.int32)
         number = number % np.int32(cost.shape[0] // problem.rows)
@@ -180,8 +216,24 @@ def forward(
     with_rest: bool,
     device: DeviceSpec,
 ) -> tuple[Array, ...]:
-    """Runs the kernel; `forward_outputs`."""
+    """Runs the kernel on packed keys and values; `forward_outputs`."""
     seqs = Sequences.of(x.cu_q, x.packing_of_keys, problem.queries, problem.keys)
+    v = transposed_values(x.v, x.packing_of_keys[:, -1]) if problem.fp8 else x.v
+    held = KeysInRows(x.k, v)
+    return forward_from(held, seqs, problem, scores, blocks, x, with_rest, device)
+
+
+def forward_from(
+    held: KeySource,
+    seqs: Sequences,
+    problem: Problem,
+    scores: Scores,
+    blocks: ForwardBlocks,
+    x: Inputs,
+    with_rest: bool,
+    device: DeviceSpec,
+) -> tuple[Array, ...]:
+    """Runs the kernel on the sequences' keys and values in `held`, not those of `x`."""
     table = constant(tile_table(problem, scores, blocks, seqs), x.q)
     consumers, stages = blocks.consumers, blocks.stages
     chunks, width, ahead = problem.chunks, problem.width, query_buffers(problem)
@@ -200,8 +252,8 @@ def forward(
         terms = (t for t in (x.query_terms, x.key_terms) if t is not None)
         bias = jnp.asarray(relative.table()), *terms
     of_products = (x.score_descale, x.v_descale) if problem.fp8 else None
-    extra, structure = jax.tree.flatten((x.sinks, x.slopes, bias, of_products))
-    v = transposed_values(x.v) if problem.fp8 else x.v
+    extra, structure = jax.tree.flatten((held, x.sinks, x.slopes, bias, of_products))
+    pieces = held.pieces(problem, blocks)
     return plgpu.kernel(
         functools.partial(_body, problem, scores, blocks, structure, len(extra)),
         out_type=forward_outputs(x, with_rest),
@@ -214,8 +266,10 @@ def forward(
             "q_full": plgpu.Barrier(
                 num_arrivals=chunks, num_barriers=ahead * consumers
             ),
-            "k_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
-            "v_full": plgpu.Barrier(num_arrivals=value_chunks, num_barriers=stages),
+            "k_full": plgpu.Barrier(num_arrivals=chunks * pieces, num_barriers=stages),
+            "v_full": plgpu.Barrier(
+                num_arrivals=value_chunks * pieces, num_barriers=stages
+            ),
             "tile_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
             "q_empty": plgpu.Barrier(num_arrivals=1, num_barriers=ahead * consumers),
             "k_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
@@ -232,22 +286,43 @@ def forward(
         ),
         kernel_name="varlen_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(table, x.q, x.k, v, *extra)
+    )(table, x.q, *extra)
 
 
-def transposed_values(v: Array) -> Array:
+def transposed_values(v: Array, ends: Int[AnyArray, " R"]) -> Array:
     """8-bit values ``[R, S, K, Hv]``, transposed to ``[K, Hv, R, S]``.
 
     One more pass reads and writes them once: the tensor cores cannot transpose 8-bit
-    operands. S grows to a multiple of 128.
+    operands. S grows to a multiple of 128, and each `LINE` tokens have the order in
+    which lanes have the weights of keys. Tokens from the end of the last sequence to
+    the next such line, which its last step reads, are zero.
+
+    Args:
+        v: the values.
+        ends: where the last sequence of each row ends.
     """
     if missing := -v.shape[1] % fp8_operands.TILE:
         v = jnp.pad(v, ((0, 0), (0, missing), (0, 0), (0, 0)))
     rows, tokens, heads, size = v.shape
     flat = v.reshape(rows * tokens, heads * size)
     whole = flat.shape[1] % fp8_operands.TILE == 0
-    turned = fp8_operands.transpose(flat) if whole else flat.T
-    return turned.reshape(heads, size, rows, tokens)
+    if whole:
+        turned = fp8_operands.transpose(flat, ORDER)
+    else:
+        halves, lanes = flat.reshape(-1, 2, 4, 2, heads * size), (0, 2, 1, 3, 4)
+        turned = halves.transpose(lanes).reshape(flat.shape).T
+    turned = turned.reshape(heads, size, rows, tokens)
+    if isinstance(ends, np.ndarray) and not (ends % LINE).any():
+        return turned
+    ends = jnp.minimum(jnp.asarray(ends, jnp.int32), tokens)
+    zero, order = jnp.zeros((), turned.dtype), np.asarray(ORDER, np.int32)
+    if rows > 1:  # one more pass; of a single row a line is written in place
+        token = np.arange(0, tokens, LINE, dtype=np.int32)[:, None] + order
+        return jnp.where(token.reshape(-1) < ends[:, None], turned, zero)
+    first = jnp.minimum(ends[0] - ends[0] % LINE, tokens - LINE)
+    line = lax.dynamic_slice_in_dim(turned, first, LINE, axis=3)
+    line = jnp.where(first + order < ends[0], line, zero)
+    return lax.dynamic_update_slice_in_dim(turned, line, first, axis=3)
 
 
 _REGISTERS = {2: (24, 240), 3: (32, 160)}
@@ -257,8 +332,9 @@ A block starts with as many for each thread as the whole file holds for that num
 threads, 168 for 384 and 128 for 512, and what one gives up others may take: more would
 wait forever.
 """
-_THREE_CHUNKS_REGISTERS = (40, 232)
-"""The same for queries and keys of three chunks, with which the producer would spill.
+_WIDE_PRODUCER_REGISTERS = (40, 232)
+"""The same where the producer would spill: for queries and keys of three chunks, and
+keys in pages, whose places it holds.
 """
 
 
@@ -270,19 +346,17 @@ def _body(
     num_extra: int,
     table: Ref,
     q: Ref,
-    k: Ref,
-    v: Ref,
     *refs: Ref,
     **scratch: Ref,
 ) -> None:
     """The kernel: one producer and some consumers."""
-    sinks, slopes, bias, of_products = structure.unflatten(refs[:num_extra])
+    held, sinks, slopes, bias, of_products = structure.unflatten(refs[:num_extra])
     published = *_fields(problem), "head"
     outputs = refs[num_extra:]
     warpgroup = lax.axis_index("warpgroup")
     registers = _REGISTERS[blocks.consumers]
-    if problem.chunks == 3:
-        registers = _THREE_CHUNKS_REGISTERS
+    if problem.chunks == 3 or problem.page is not None:
+        registers = _WIDE_PRODUCER_REGISTERS
     counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
     relative = tile_terms(scores, blocks)
 
@@ -291,7 +365,7 @@ def _body(
         plgpu.set_max_registers(registers[0], action="decrease")
         load_queries = functools.partial(_load_queries, problem, blocks, q, scratch)
         load_steps = functools.partial(
-            _load_steps, problem, blocks, relative, bias, k, v, scratch
+            _load_steps, problem, blocks, relative, bias, held, scratch
         )
         workers = lax.axis_size("worker")
         together = heads_together(problem), problem.groups
@@ -455,8 +529,7 @@ def _load_steps(
     blocks: ForwardBlocks,
     relative: TileTerms | None,
     bias: tuple[Ref, ...],
-    k: Ref,
-    v: Ref,
+    held: KeySource,
     scratch: dict[str, Ref],
     tile: dict[str, Scalar],
     steps: Scalar,
@@ -467,17 +540,21 @@ def _load_steps(
     row, head = tile["row"], tile["head"]
     kv_head = lax.div(head, jnp.int32(problem.groups))
 
-    def step(i: Scalar, _: None) -> None:
+    def step(i: Scalar, places: Any) -> Any:
         stage = lax.rem(steps + i, jnp.int32(blocks.stages))
         start = step_start(blocks, tile, i)
-        for ref, name in ((k, "k"), (v, "v")):
+        # Where the next ones lie is under way while these are copied.
+        following = held.places(problem, blocks, tile, i, 1)
+        for part, name in enumerate("kv"):
             smem = scratch[f"{name}_smem"][1]
             plgpu.barrier_wait(scratch[f"{name}_empty"].at[stage])
             full = scratch[f"{name}_full"].at[stage]
-            copy = copy_transposed if problem.fp8 and name == "v" else copy_rows
-            copy(ref, row, start, kv_head, smem.at[stage], full)
+            held.copy(
+                problem, part, (row, start, kv_head), places, smem.at[stage], full
+            )
             if name == "k" and relative is not None:
                 place = row, head
                 relative.load(scratch, stage, bias, place, tile["q0"], start)
+        return following
 
-    lax.fori_loop(begin, end, step, None)
+    lax.fori_loop(begin, end, step, held.places(problem, blocks, tile, begin, 0))

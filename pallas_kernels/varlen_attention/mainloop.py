@@ -194,6 +194,8 @@ class ForwardMainloop:
             left, right = x.window
             # Keys of the step before, which a step that was moved up holds again.
             least = self.tile["k0"] + step * self.blocks.block_k - start
+            if self.problem.fp8:  # and those before the first, see `tile_fields`
+                least = jnp.maximum(least, self.tile["k_first"] - start)
             products = keep_band(
                 products,
                 columns=(least, self.tile["k_end"] - start - 1),
@@ -272,7 +274,8 @@ class ForwardMainloop:
         """All steps from `start`: with a mask, without, with a mask."""
         first, last, steps = (self.tile[x] for x in ("first", "last", "steps"))
         masked = functools.partial(step, masked=True)
-        if self.scores.window[0] is not None:
+        before = self.problem.fp8 and start == 0  # of the first key
+        if self.scores.window[0] is not None or before:
             carry = lax.fori_loop(start, first, masked, carry)
             last = jnp.maximum(last, start)
             first = jnp.maximum(first, start)

@@ -142,8 +142,7 @@ def windowed_program(devices, kind):
     ("kind", "tp"),
     [
         ("all_gather", 2),
-        ("reduce_scatter", 4),
-        *exhaustive(("all_gather", 4), ("reduce_scatter", 2)),
+        *exhaustive(("reduce_scatter", 4), ("all_gather", 4), ("reduce_scatter", 2)),
     ],
 )
 def test_xla_windows_what_is_called_so(kind, tp):

@@ -78,6 +78,7 @@ def test_windows_and_parallel_blocks_are_what_they_say():
     assert byte_text.decoder(32, 2, 8, 64) == base
 
 
+@pytest.mark.exhaustive  # another arm of what the test above trains
 def test_fp8_learns_as_bf16_does():
     setup = dataclasses.replace(
         convergence.SETUPS["tiny"], steps=64, arms=("bf16", "fp8"), rate=8e-3

@@ -110,6 +110,7 @@ def test_the_untrained_model_has_uneven_tiles_and_no_bits():
             assert any(part > 0 for part in tiles) == (mask == "tew")
 
 
+@pytest.mark.exhaustive  # it trains as `test_pruning_accuracy` does
 def test_a_model_is_trained_written_and_read(tmp_path, monkeypatch, capsys):
     """At the tiny size: every mask has bits of its own, and a file that says all."""
     tiny = dataclasses.replace(pruning_accuracy.SETUPS["tiny"], steps=4, tune_steps=2)

@@ -30,6 +30,7 @@ def g():
     ]
 
 
+@pytest.mark.exhaustive  # the harness, as in `test_pruning_accuracy`
 def test_the_dense_model_is_the_measure_of_all():
     name = "tile_wise_permuted_sparsegpt"
     case = Case("tiny", {"sparsity": 0.75, "seed": 0})

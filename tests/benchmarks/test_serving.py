@@ -21,6 +21,7 @@ from jaxscale import pruning
 from jaxscale.models import Decoder, preset
 from tests.inference.server.conftest import LiveServer
 from tests.inference.server.fake_engine import TOKENIZER, FakeEngine
+from tests.tiers import exhaustive
 
 
 CASE = {"workload": "alpaca", "requests": 7, "shrink": 8, "arrivals": "poisson"}
@@ -219,12 +220,14 @@ def test_a_pruned_model_is_what_a_pruned_run_serves(monkeypatch):
             np.testing.assert_array_equal(leaf, other)
 
 
-def test_the_command_runs_anywhere_and_writes_nothing(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("rivals", [["static"], *exhaustive(["torch_static"])])
+def test_the_command_runs_anywhere(rivals, tmp_path, capsys, monkeypatch):
+    """And writes nothing."""
     monkeypatch.setenv("BENCHMARK_LOCK", str(tmp_path / "lock"))  # a child takes it
     out = tmp_path / "out"
     arguments = ["--quick", "--out", str(out), "--samples", "1"]
     arguments += ["--case", "token_b2_c24_tw75"]
-    arguments += ["--impl", "jaxscale", "static", "torch_static"]
+    arguments += ["--impl", "jaxscale", *rivals]
     assert command.main(serving.BENCHMARK, arguments) == 0
     said = capsys.readouterr().out
     assert "read_gb_per_second" in said and "the same however" in said

@@ -36,6 +36,26 @@ def test_forms_compute_what_they_say(name, params, no_shape_hook):
     assert len(ready.take(2)) == 2
 
 
+def test_tiles_times_two_of_four_keep_half_of_the_tiles(no_shape_hook):
+    part = pruned_model.Part(
+        shape=(256, 256),
+        inputs=256,
+        packed=True,
+        counts=(128, 67),
+        weights=195 * 128,
+        tile=128,
+    )
+    half = part.halved()
+    dense = np.asarray(half.weight(0).to_dense(), np.float32)
+    assert np.count_nonzero(dense) == 128 * (64 + 32)
+    assert half.weights == 195 * 64
+    w = half.weight(1)
+    x = pruned_model.normal(2, 256, 8)
+    y = benchmark.tile_sparse_matmul(x, w, feature_major=True)
+    want = np.asarray(w.to_dense(), np.float32).T @ np.asarray(x, np.float32)
+    assert np.abs(np.asarray(y, np.float32) - want).max() < 1e-2 * np.abs(want).max()
+
+
 def test_hidden_features_that_are_left_out_are_not_multiplied():
     """Up gives only those that are left, and down takes no others."""
     _, up = benchmark.FORMS["auto"](UP).operands(0, 0)

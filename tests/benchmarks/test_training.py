@@ -1,5 +1,6 @@
 """The training benchmark on simulated devices: equal losses from equal weights."""
 
+import functools
 import json
 import signal
 
@@ -35,6 +36,7 @@ def test_a_pipeline_over_tensor_parallel_devices_has_the_losses_of_plain_jax(pla
     np.testing.assert_allclose(found, plain, rtol=1e-5)
 
 
+@pytest.mark.exhaustive  # another workload of the test above
 def test_parallel_blocks_and_windows_have_those_of_plain_jax(plain):
     change = {"parallel": True, "window": 8}
     layout = {"fsdp": 2, "context": 2}
@@ -48,7 +50,7 @@ def test_parallel_blocks_and_windows_have_those_of_plain_jax(plain):
 def test_fp8_has_almost_those_of_plain_jax():
     plain = losses("plain_jax", seq_len=128)
     found = losses("jaxscale_fp8", quantization="fp8", scan_layers=True, seq_len=128)
-    assert 1e-6 < training.parity(found, {("", "plain_jax"): plain}) < 2e-3
+    assert 1e-6 < training.parity("jaxscale", found, {("", "plain_jax"): plain}) < 2e-3
 
 
 def test_fp8_is_held_against_the_peak_of_each_product(monkeypatch):
@@ -117,10 +119,19 @@ def test_losses_are_compared_with_the_best_reference_of_the_workload(monkeypatch
 
 def test_a_loss_that_is_not_a_number_is_wrong():
     reference = {("a", "plain_jax"): [1.0, 1.0]}
-    assert training.parity([1.0, float("nan")], reference) == float("inf")
+    compare = functools.partial(training.parity, "jaxscale")
+    assert compare([1.0, float("nan")], reference) == float("inf")
     late = [1.0] * training.PARITY_STEPS
     reference = {("a", "plain_jax"): [*late, 1.0]}
-    assert training.parity([*late, 9.0], reference) == 0  # chaos, by then
+    assert compare([*late, 9.0], reference) == 0  # chaos, by then
+
+
+@pytest.mark.parametrize("names", [("jaxscale_fp8", "jaxscale"), ("a", "torch_float8")])
+def test_8_bits_are_compared_before_a_batch_comes_again(names):
+    """Whichever of the two is in 8 bits."""
+    reference = {("a", names[1]): [1.0, 1.0, 1.0, 1.0]}
+    assert training.parity(names[0], [1.0, 1.0, 1.0, 9.0], reference) == 0
+    assert training.parity(names[0], [1.0, 1.0, 2.0, 9.0], reference) == 1
 
 
 def test_every_case_fits_its_devices():

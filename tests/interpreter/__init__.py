@@ -23,6 +23,8 @@ Added to the interpreter of jax 0.11.2:
 - ``inline_mgpu`` through numpy stand-ins (:func:`register_inline`), also of semaphores,
   of flags in arrays, and of refs that reach past the end of an array;
 - TMA loads of rows before the first, which read as zero;
+- TMA copies that begin within 16 bytes along the last axis of an array are refused, at
+  which a GPU stops the kernel as at an illegal instruction;
 - a bound on every wait: a deadlock is a ``TimeoutError`` that names the line;
 - a kernel is one callback, whose equations run on numpy values and whose warpgroups
   are threads of Python: to compile a program for each took 80% of the time, and its

@@ -14,6 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 from tests.interpreter.devices import inner_part, shared_memory_of_run, summary
 from tests.interpreter.operations import (
     access_of,
+    read_by_tensor_cores,
     semaphore_counts,
     set_semaphore_counts,
 )
@@ -28,6 +29,7 @@ class StandIn:
     writes: tuple[int, ...]
     part: Callable | None = None
     flags: tuple[int, ...] = ()
+    wgmma: bool = False
 
 
 class NotYet(Exception):
@@ -50,6 +52,7 @@ def register_inline(
     writes: tuple[int, ...] = (),
     part: Callable | None = None,
     flags: tuple[int, ...] = (),
+    wgmma: bool = False,
 ):
     """Interpret the ``inline_mgpu`` functions called ``name`` by a numpy function.
 
@@ -70,11 +73,13 @@ def register_inline(
             race with nothing; what was done before such a ref was written is done for
             who has read it. The function may raise `NotYet` to be called again when
             one of them has changed.
+        wgmma: It starts instructions of tensor cores, or loads what these take from
+            registers: it reads its refs until a ``wgmma_wait``.
 
     Raises:
         ValueError: If another function is registered under the name.
     """
-    stand_in = StandIn(function, tuple(writes), part, tuple(flags))
+    stand_in = StandIn(function, tuple(writes), part, tuple(flags), wgmma)
     if _stand_ins.setdefault(name, stand_in) != stand_in:
         raise ValueError(
             f"name {name!r} already stands for {_stand_ins[name]}; rename the inline "
@@ -152,7 +157,7 @@ def _inline(mesh_location, thread, args, is_ref, counts, eqn):
     )
     shared_memory, races = shared_memory_of_run(), callbacks.get_races()
     info = memory.GPULoggingInfo(mesh_location, thread, eqn.source_info)
-    values, refs = [], {}
+    values, refs, reads = [], {}, []
     for i, (arg, ref) in enumerate(zip(args, is_ref, strict=True)):
         if not ref:
             values.append(np.asarray(arg))
@@ -166,9 +171,12 @@ def _inline(mesh_location, thread, args, is_ref, counts, eqn):
         )
         if value is None or value.shape != access.shape:  # reaches past the end
             value = callbacks._pad_to_requested(value, access.shape, dtype, 0)
-        if clock is not None and i not in (*stand_in.writes, *stand_in.flags):
+        if stand_in.wgmma:
+            reads.append((key, access))
+        elif clock is not None and i not in (*stand_in.writes, *stand_in.flags):
             races.check_read(thread, clock.generic_clock, key, access, eqn.source_info)
         values.append(value)
+    read_by_tensor_cores(shared_memory, thread, reads, eqn.source_info)
     extra = {}
     if "closure" in inspect.signature(stand_in.function).parameters:
         # The run-time type checker wraps functions, nested ones too.

@@ -33,6 +33,7 @@ _DEVICE = _KEY_FIELDS.index("device_id")
 
 _stock_resolve_ref = stock.resolve_ref
 _stock_get_uninitialized_array = stock.get_uninitialized_array
+_stock_copy_gmem_to_smem = callbacks.copy_gmem_to_smem.__wrapped__
 _stock_copy_smem_to_gmem = callbacks.copy_smem_to_gmem.__wrapped__
 
 
@@ -246,16 +247,22 @@ def wgmma(*, token, mesh_location, thread, acc, a, b, source_info, a_is_ref):
         thread,
         logging_info=info,
     )
-    if shared_memory.detect_races:
-        # The tensor core reads on its own time, through the async proxy.
-        clock = shared_memory.incr_clock(thread)
-        clock.inc(shared_memory.get_next_tma_thread_id())
-        for key, access in operands:
-            callbacks.get_races().check_read(
-                thread, clock.async_smem_clock.copy(), key, access, source_info
-            )
-        shared_memory.pending_wgmma[thread].append(clock)
+    read_by_tensor_cores(shared_memory, thread, operands, source_info)
     return token
+
+
+def read_by_tensor_cores(shared_memory, thread, operands, source_info):
+    """Reads that last until ``wgmma_wait``, for race detection."""
+    if not shared_memory.detect_races or not operands:
+        return
+    # The tensor core reads on its own time, through the async proxy.
+    clock = shared_memory.incr_clock(thread)
+    clock.inc(shared_memory.get_next_tma_thread_id())
+    for key, access in operands:
+        callbacks.get_races().check_read(
+            thread, clock.async_smem_clock.copy(), key, access, source_info
+        )
+    shared_memory.pending_wgmma[thread].append(clock)
 
 
 @callbacks.fail_on_exception
@@ -414,12 +421,40 @@ def _check_column(copy: dict) -> None:
         )
 
 
+def _check_start(copy: dict, end: str) -> None:
+    """Refuse copies that begin within 16 bytes, at which a GPU stops the kernel."""
+    shared_memory = shared_memory_of_run()
+    key, access = access_of(
+        shared_memory,
+        copy[f"{end}_allocation_key_as_array"],
+        copy[f"{end}_transforms"],
+    )
+    shape, dtype = shared_memory.buffer_shape_and_dtype(key)
+    if not access.range or len(access.range) != len(shape):
+        return
+    last = access.range[-1]
+    if isinstance(last, slice) and (last.start or 0) * np.dtype(dtype).itemsize % 16:
+        raise IndexError(
+            f"copy from element {last.start} of the last axis of an array of type "
+            f"{np.dtype(dtype)} and shape {tuple(shape)}: a GPU stops the kernel unless"
+            " it begins at a multiple of 16 bytes there"
+        )
+
+
+@callbacks.fail_on_exception
+def copy_gmem_to_smem(**copy):
+    """The stock copy, where it may begin."""
+    _check_start(copy, "src")
+    return _stock_copy_gmem_to_smem(**copy)
+
+
 @callbacks.fail_on_exception
 def copy_smem_to_gmem(*, token, thread, predicate, reduction_op, **copy):
     """The stock copy, with a predicate and with ``reduction_op="add"``."""
     if predicate is not None and not bool(predicate):
         return token
     _check_column(copy)
+    _check_start(copy, "dst")
     if reduction_op is None:
         return _stock_copy_smem_to_gmem(
             token=token, thread=thread, predicate=None, reduction_op=None, **copy

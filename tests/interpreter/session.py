@@ -35,6 +35,7 @@ from tests.interpreter.host import (
     thread_map,
 )
 from tests.interpreter.operations import (
+    copy_gmem_to_smem,
     copy_smem_to_gmem,
     get_uninitialized_array,
     resolve_ref,
@@ -61,6 +62,11 @@ EXPECTED = {
         stock.JaxprInterpreter,
         "_interpret_wgmma_accumulator_deref_p",
     ): "self eqn token get_invals",
+    (callbacks, "copy_gmem_to_smem"): (
+        "token mesh_location thread src_allocation_key_as_array src_transforms "
+        "dst_allocation_key_as_array dst_transforms barrier_allocation_key_as_array "
+        "source_info"
+    ),
     (callbacks, "copy_smem_to_gmem"): (
         "token mesh_location thread src_allocation_key_as_array src_transforms "
         "dst_allocation_key_as_array dst_transforms predicate source_info "
@@ -172,6 +178,7 @@ def _patches() -> Iterator[None]:
         (memory, "Barrier"): Barrier,
         (callbacks, "GPURaceDetectionState"): RaceDetection,
         (memory, "_to_int"): int,
+        (callbacks, "copy_gmem_to_smem"): copy_gmem_to_smem,
         (callbacks, "copy_smem_to_gmem"): copy_smem_to_gmem,
         (callbacks, "cluster_finished"): cluster_finished,
         (callbacks, "call_update_clocks_for_device_barrier"): call_device_barrier,

@@ -277,6 +277,23 @@ def test_layers_read_their_weights_in_the_stack(quantization):
         assert sum(w.size == 2 * part for w in rounded) == 3 * 3 * 2
 
 
+@pytest.mark.slow
+def test_what_fp8_layers_compute_is_rounded_at_once():
+    """Of activations and gradients, only results of matmuls are stored in 16 bits."""
+    found = compile_for_h200(of_layers, "fp8")
+    hidden = [
+        w
+        for w in found.written(2**20)
+        if {ROWS * TOKENS, TOKENS} & {*map(int, re.findall(r"\d+", w.shape))}
+        and re.search(r"\b8192\]", w.shape)
+        and "custom-call" not in w.operation
+    ]
+    assert hidden == []
+    names = Counter(kernel.name for kernel in found.kernels)
+    assert names["quantize_gated"] == names["quantize_gated_gradients"] == 1
+    assert names["quantize_rms_norm"] == 1
+
+
 def step_of_layers(devices, quantization):
     """A step of three layers on one device."""
     where = SingleDeviceSharding(devices[0])
@@ -299,9 +316,10 @@ def step_of_layers(devices, quantization):
 
 
 @pytest.mark.slow
-def test_a_stack_and_its_moments_are_updated_in_one_pass():
+@pytest.mark.parametrize("quantization", [None, *exhaustive("fp8")])
+def test_a_stack_and_its_moments_are_updated_in_one_pass(quantization):
     """Were gradients joined by what reads them, each moment would take a pass."""
-    found = compile_for_h200(step_of_layers, None)
+    found = compile_for_h200(step_of_layers, quantization)
     stack = re.escape("f32[3,2048,8192]")
     results = re.findall(rf"= (.*?{stack}.*?) fusion\(", found.hlo)
     # Gate and up; nothing else makes an array as large.

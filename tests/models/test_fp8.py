@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from jaxscale.models import Decoder, EncoderModel, preset
 from jaxscale.models.families.bert import bert_tiny
+from jaxscale.nn import blocks, linear
 from jaxscale.nn.linear import Linear
 from jaxscale.pruning import (
     PruneConfig,
@@ -20,6 +21,7 @@ from jaxscale.pruning import (
 )
 from jaxscale.sharding import REPLICATED, MeshConfig, fsdp_tp, make_mesh, place
 from jaxscale.training import DataConfig, TrainConfig
+from tests.tiers import exhaustive
 
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (4, 16)), jnp.int32)
@@ -62,6 +64,29 @@ def test_packed_rows_over_a_mesh_and_recomputed_layers_give_the_same():
     pairs = zip(*map(jax.tree.leaves, (found_grads, grads)), strict=True)
     # Sums in another order change a few roundings to fp8.
     assert max(distance(np.asarray(a), np.asarray(b)) for a, b in pairs) < 0.02
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation": "geglu_tanh", "norm": "rmsnorm_1p", "output_norms": True},
+        *exhaustive({}, {"parallel_block": True}, {"norm": "layernorm"}),
+    ],
+)
+def test_what_is_rounded_as_it_is_computed_changes_no_number(changes, monkeypatch):
+    """Norms and gates of every kind, against layers that round what they are given."""
+    config = dataclasses.replace(CONFIG, **changes)
+
+    def run():
+        model = Decoder(config, quantization="fp8", rngs=nnx.Rngs(0))
+        return jax.jit(jax.value_and_grad(loss))(model, TOKENS, BOUNDS)
+
+    found = run()
+    for module in (linear, blocks):
+        monkeypatch.setattr(module, "rounds_rows", lambda *_: False)
+    jax.clear_caches()  # what was traced
+    for a, b in zip(*map(jax.tree.leaves, (found, run())), strict=True):
+        assert distance(np.asarray(a), np.asarray(b)) < 1e-5
 
 
 def test_blocks_are_in_fp8_and_what_is_around_them_is_not():

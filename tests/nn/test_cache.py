@@ -9,7 +9,13 @@ import pytest
 from flax import nnx
 
 from jaxscale.models import Decoder, preset
-from jaxscale.nn import PagedChunks, PagedRows, append_rows, empty_pages, read_rows
+from jaxscale.nn import (
+    PagedChunks,
+    PagedRows,
+    append_rows,
+    clear_tails,
+    empty_pages,
+)
 from jaxscale.sharding import REPLICATED, create, fsdp_tp, make_mesh
 from tests.decoding import nan_pages
 from tests.models.test_serving import perturbed
@@ -17,7 +23,7 @@ from tests.tolerances import relative_error
 
 
 RNG = np.random.default_rng(0)
-PAGE, PAGES, WIDTH, TOKENS, ROOM = 4, 16, 5, 16, 32
+PAGE, PAGES, WIDTH, TOKENS = 4, 16, 5, 16
 LENGTHS = (9, 4, 14)
 PROMPTS = [RNG.integers(0, 250, n).astype(np.int32) for n in LENGTHS]
 TABLES = RNG.permutation(PAGES)[: 3 * WIDTH].reshape(3, WIDTH)
@@ -36,22 +42,20 @@ def padded(values, size, fill):
 
 def chunks(pages, parts):
     """The tokens and the state of `parts`, (sequence, from, to)."""
-    tokens, positions, own, keys, q, k = [], [], [], [], [0], [0]
+    tokens, positions, own, q = [], [], [], [0]
     for i, start, stop in parts:
         tokens += PROMPTS[i][start:stop].tolist()
         positions += range(start, stop)
         own += rows(i, range(start, stop))
-        keys += rows(i, range(stop)) + [PAST] * (-stop % 8)
-        q += [len(tokens)] * 2  # then nobody, with the keys up to a multiple of eight
-        k += [k[-1] + stop, len(keys)]
+        q.append(len(tokens))
     state = PagedChunks(
         positions=padded(positions, TOKENS, 0)[None],
         pages=pages,
         layer=jnp.int32(0),
         rows=padded(own, TOKENS, PAST),
-        key_rows=padded(keys, ROOM, PAST),
-        cu_q=padded(q, 7, q[-1])[None],
-        cu_k=padded(k, 7, k[-1])[None],
+        cu_q=padded(q, 4, q[-1]),
+        prompt_table=jnp.array([*(TABLES[i] for i, *_ in parts), *TABLES])[:3],
+        ends=padded([stop for *_, stop in parts], 3, 0),
     )
     return padded(tokens, TOKENS, 0)[None], state
 
@@ -149,7 +153,26 @@ def test_what_is_not_finite_stays_with_its_sequence(fault):
     np.testing.assert_array_equal(found[0, 2:7], expected[0, 2:7])
 
 
-def test_rows_past_the_pool_are_dropped_and_read_as_zeros():
+def read_rows(pages, layer, at, scales=None):
+    """Keys and values, zeros past the pool."""
+    place = layer, at // pages.shape[4]
+    held = pages.at[*place, :, :, at % pages.shape[4]].get(mode="fill", fill_value=0)
+    if scales is None:
+        return held
+    scales = scales.at[place].get(mode="fill", fill_value=0.0)
+    return held.astype(jnp.float32) * scales[..., None]
+
+
+def test_values_past_the_end_of_a_chunk_are_cleared():
+    pages = jnp.full((2, PAGES, 2, 1, PAGE, 3), jnp.nan)
+    table = jnp.asarray(TABLES)
+    found = np.isnan(clear_tails(pages, table, jnp.array([6, 0, 4])))
+    want = np.ones(found.shape, bool)
+    want[:, TABLES[0][1], 1, :, 2:] = False  # the third sequence fills its page
+    np.testing.assert_array_equal(found, want)
+
+
+def test_rows_past_the_pool_are_dropped():
     pages = empty_pages(
         num_layers=2, num_pages=3, page_size=4, num_kv_heads=2, head_dim=3
     )

@@ -17,7 +17,7 @@ from pallas_kernels.mosaic import H200, use_device
 from tests import manifest
 from tests.compiled import compile_for_h200
 from tests.lowering import lower_for_cuda
-from tests.test_compiled import on_one
+from tests.registers import on_one
 
 
 AS_THEY_ARE = ("layer_norm", "fp8_operands")

@@ -15,6 +15,7 @@ from pallas_kernels.dispatch import (
     dispatch,
     no_config,
     no_derivative,
+    recorded,
 )
 
 
@@ -146,6 +147,17 @@ def test_the_choice_is_logged_once(caplog, monkeypatch):
         "op runs implementation 'works'",
         "another runs implementation 'works'",
     ]
+
+
+def test_choices_are_recorded_inside_alone():
+    with recorded() as outer:
+        dispatch("first", {"works": works}, None, 1)
+        with recorded() as inner:
+            dispatch("second", {"works": works}, "works", 1)
+        dispatch("third", {"works": works}, None, 1)
+    dispatch("fourth", {"works": works}, None, 1)
+    assert inner == [("second", "works")]
+    assert outer == [("first", "works"), ("third", "works")]
 
 
 def test_a_name_stays_a_name_where_a_sequence_becomes_hashable():

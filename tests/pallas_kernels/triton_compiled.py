@@ -8,6 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic import H200, DeviceSpec
+from tests.tiers import first
 
 
 def _device(capability, smem_bytes):
@@ -27,6 +28,10 @@ DEVICES = {
     120: _device(120, 101_376),
 }
 """A100, L40S (and RTX 40), H200, B200, RTX 50, by compute capability."""
+
+CAPABILITIES = first(DEVICES, 80, 100, 120)
+"""For `pytest.mark.parametrize`. What 89 has is in 80 (instructions) and 120 (memory);
+an H200 has kernels of its own."""
 
 CHIPS = DEVICES | {86: _device(86, 101_376)}
 """And the RTX 30."""

@@ -314,7 +314,11 @@ def main():
         "--without-jax", action="store_true", help="ranks that only count"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--diagnose", default="", help="instead of the self-check, which measures GPUs"
+    )
     arguments = parser.parse_args()
+    OPTIONS.extend(["--diagnose", arguments.diagnose] if arguments.diagnose else [])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     if count := arguments.random:
         steps = arguments.steps or 40 * count

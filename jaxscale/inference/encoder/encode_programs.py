@@ -253,12 +253,6 @@ class EncodePrograms:
 
     def _compile(self, shape: ProgramShape) -> None:
         """Leave a program in the cache of its jitted function."""
-        pinned = None if self._buffers is None else self._buffers.where
-        batch = jax.ShapeDtypeStruct(
-            (self._rows, self._width(shape.size, shape.room)),
-            jnp.int32,
-            sharding=self._place if pinned is None else pinned,
-        )
         mesh = self._mesh
         try:
             with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
@@ -266,8 +260,15 @@ class EncodePrograms:
                     # The interpreter waits for this thread, but needs no more programs.
                     if not threading.main_thread().is_alive():
                         return
+                    batch = self.batch(shape.size, shape.room)
+                    whole: Any = jax.ShapeDtypeStruct(
+                        batch.whole.shape, jnp.int32, sharding=self._place
+                    )
+                    if batch.pinned is not None:  # no shape tells where it lies
+                        whole = batch.pinned.array
                     jitted = self._jitted[shape.method]
-                    lowered = jitted.lower(self._leaves, batch, shape.size)
+                    lowered = jitted.lower(self._leaves, whole, shape.size)
+                    self.done(batch)
                 lowered.compile()
         except BaseException:
             with self._lock:  # the next call tries again

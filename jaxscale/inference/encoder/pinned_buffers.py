@@ -3,7 +3,7 @@
 import collections
 import ctypes
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -63,5 +63,6 @@ class PinnedBuffers:
     def _allocate(self, shape: tuple[int, ...]) -> PinnedBuffer:
         zeros = jax.device_put(np.zeros(shape, np.int32), self.where)
         address = zeros.block_until_ready().unsafe_buffer_pointer()
-        memory = (ctypes.c_int32 * math.prod(shape)).from_address(address)
+        memory: Any = (ctypes.c_int32 * math.prod(shape)).from_address(address)
+        memory.owner = zeros  # a view keeps what it shows
         return PinnedBuffer(zeros, np.frombuffer(memory, np.int32).reshape(shape))

@@ -119,15 +119,15 @@ def _largest(
         dtype=model.dtype,
         rules=model.rules,
     )
-    at, bounds = jnp.arange(length, dtype=jnp.int32), jnp.array([[0, length]])
+    at = jnp.arange(length, dtype=jnp.int32)
     state = PagedChunks(
         positions=at[None],
         pages=pages,
         layer=jnp.int32(0),
         rows=at,
-        key_rows=at,
-        cu_q=bounds,
-        cu_k=bounds,
+        cu_q=jnp.array([0, length]),
+        prompt_table=jnp.zeros((1, 1), jnp.int32),
+        ends=jnp.array([length]),
     )
     _, state = model.run(tokens[None], state)
     largest = jnp.abs(state.pages.astype(jnp.float32)).max(axis=(1, 4, 5))  # [L, 2, K]

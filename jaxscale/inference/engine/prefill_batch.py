@@ -1,6 +1,6 @@
 """The prompt chunks of a prefill as one array of integers.
 
-Legend: S slots, T tokens per prefill, N chunks per prefill.
+Legend: S slots, T tokens per prefill, N chunks per prefill, W pages of a request.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,7 @@ from jaxscale.inference.engine.scheduling.scheduler_output import (
 
 
 class PrefillBatch(NamedTuple):
-    """The packed chunks of a prefill, in one array for the transfer.
-
-    Between two chunks there is one without tokens, whose keys are the gap up to a
-    multiple of `KEY_BLOCK`.
-    """
+    """The packed chunks of a prefill, in one array for the transfer."""
 
     tokens: Any
     """[T] ids."""
@@ -35,12 +31,12 @@ class PrefillBatch(NamedTuple):
     targets: Any
     """[T] the next token of the prompt, if its log-probability is requested; -1
     otherwise."""
-    key_rows: Any
-    """[keys] rows of the pool that the chunks read."""
+    table: Any
+    """[N W] the pages of each chunk's sequence."""
     cu_q: Any
-    """[2 N + 1] boundaries in T."""
-    cu_k: Any
-    """[2 N + 1] boundaries in the keys."""
+    """[N + 1] boundaries in T."""
+    ends: Any
+    """[N] tokens of each sequence up to the last of its chunk."""
     slots: Any
     """[N] slot of the token sampled after a chunk; S if none is."""
     adapters: Any
@@ -48,13 +44,12 @@ class PrefillBatch(NamedTuple):
 
     @staticmethod
     def sizes(
-        tokens: int, keys: int, chunks: int, *, adapted: bool = False
+        tokens: int, chunks: int, width: int, *, adapted: bool = False
     ) -> "PrefillBatch":
         """The length of each part."""
-        bounds = 2 * chunks + 1
-        last = tokens if adapted else 0
+        table, last = chunks * width, tokens if adapted else 0
         return PrefillBatch(
-            tokens, tokens, tokens, tokens, keys, bounds, bounds, chunks, last
+            tokens, tokens, tokens, tokens, table, chunks + 1, chunks, chunks, last
         )
 
     def split(self, packed: Any) -> "PrefillBatch":
@@ -73,9 +68,9 @@ class PrefillBatch(NamedTuple):
         """The array of `chunks`, with parts of these sizes."""
         size, past = config.page_size, config.num_pages * config.page_size
         x = self.split(packed := np.zeros(sum(self), np.int32))
-        x.rows[:], x.key_rows[:], x.targets[:] = past, past, -1
+        x.rows[:], x.targets[:] = past, -1
         x.slots[:] = config.num_slots
-        at = key_at = 0
+        at, width = 0, config.table_width
         for i, chunk in enumerate(chunks):
             here = slice(at, at := at + len(chunk.tokens))
             x.tokens[here] = chunk.tokens
@@ -83,10 +78,9 @@ class PrefillBatch(NamedTuple):
             x.rows[here] = chunk.write_rows(size)
             if targets is not None:
                 x.targets[here] = targets[i]
-            x.key_rows[key_at : key_at + chunk.end] = chunk.key_rows(size)
-            x.cu_q[2 * i + 1 :] = at
-            x.cu_k[2 * i + 1] = key_at + chunk.end
-            x.cu_k[2 * i + 2 :] = key_at = key_at + whole_blocks(chunk.end)
+            x.table[i * width : i * width + len(chunk.pages)] = chunk.pages
+            x.cu_q[i + 1 :] = at
+            x.ends[i] = chunk.end
             if chunk.slot is not None:
                 x.slots[i] = chunk.slot
             if x.adapters is not None:
@@ -95,13 +89,14 @@ class PrefillBatch(NamedTuple):
 
 
 def prefill_programs(
-    config: SchedulerConfig, sizes: Sequence[int] | None
+    config: SchedulerConfig, sizes: Sequence[int] | None, *, gathers: bool
 ) -> list[tuple[int, int]]:
     """Tokens and keys of the prefill programs, the smallest first.
 
     Args:
         config: The sizes of the scheduler.
         sizes: The token counts; see `prefill_sizes`.
+        gathers: Whether attention gathers as many keys as a program has room for.
     """
     blocks = config.prefill_requests * (KEY_BLOCK - 1)
     keys = whole_blocks(config.keys_budget + blocks)
@@ -109,7 +104,7 @@ def prefill_programs(
     few = whole_blocks(keys // 8)
     return [
         (tokens, most)
-        for most in ([few, keys] if keys > 8192 else [keys])
+        for most in ([few, keys] if gathers and keys > 8192 else [keys])
         for tokens in prefill_sizes(config, sizes)
         if most >= tokens or most == keys
     ]

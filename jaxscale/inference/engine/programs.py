@@ -30,7 +30,7 @@ from jaxscale.inference.engine.scheduling.batch_rows import (
 from jaxscale.inference.engine.speculation import look_up, verify, write_history
 from jaxscale.models.adapters import use_adapters
 from jaxscale.models.decoder import Decoder
-from jaxscale.nn.cache import PagedChunks, PagedMixed, PagedRows
+from jaxscale.nn.cache import PagedChunks, PagedMixed, PagedRows, clear_tails
 from jaxscale.sharding.decode_all_reduce import ReduceWorkspace, Sums
 from jaxscale.sharding.operations import constrain
 
@@ -252,13 +252,10 @@ class DecodePrograms:
         """
         model = self.model(params)
         adapted = model.adapters is not None
-        sizes = PrefillBatch.sizes(
-            num_tokens, num_keys, self.num_chunks, adapted=adapted
-        )
-        x = sizes.split(packed)
+        x = self._unpacked(packed, num_tokens, slots, adapted)
         if adapted:
             model = use_adapters(model, x.adapters[None])
-        state = PagedChunks(positions=x.positions[None], **_chunks(pages, x))
+        state = PagedChunks(positions=x.positions[None], **_chunks(pages, x, num_keys))
         hidden, state = model.run(x.tokens[None], state)
         pages = pages._replace(kv=state.pages)
         hidden = constrain(hidden, ("batch", None, "act_embed"), model.rules)
@@ -284,13 +281,13 @@ class DecodePrograms:
         Rows that go live with a token of this prefill are not decoded yet.
         """
         model = self.model(params)
-        x = PrefillBatch.sizes(num_tokens, num_keys, self.num_chunks).split(packed)
+        x = self._unpacked(packed, num_tokens, slots)
         rows = slots[:bucket]
         newest, num_new, _ = self._tokens(rows, None)
         length = jnp.where(num_new > 0, rows[:, Column.LENGTH], 0)
         state = PagedMixed(
             positions=jnp.concatenate([x.positions, length])[None],
-            **_chunks(pages, x),
+            **_chunks(pages, x, num_keys),
             table=rows[:, Column.TABLE :],
             lengths=length,
             num_new=num_new,
@@ -307,6 +304,18 @@ class DecodePrograms:
         rows, out = _settle(rows, of_rows, drawn[:, None], position)
         slots, begun = _begin(slots.at[:bucket].set(rows), x, first)
         return pages, slots, begun, out[None]
+
+    def _unpacked(
+        self,
+        packed: Int[Array, "all"],
+        num_tokens: int,
+        slots: Int[Array, "S C"],
+        adapted: bool = False,
+    ) -> PrefillBatch:
+        """The parts of the input of a prefill."""
+        n, width = self.num_chunks, slots.shape[1] - Column.TABLE
+        x = PrefillBatch.sizes(num_tokens, n, width, adapted=adapted).split(packed)
+        return x._replace(table=x.table.reshape(n, width))
 
     def remember(
         self,
@@ -377,22 +386,23 @@ def _logits(
     return pages._replace(kv=state.pages), logits, state.workspace
 
 
-def _chunks(pages: Pages, x: PrefillBatch) -> dict[str, Any]:
+def _chunks(pages: Pages, x: PrefillBatch, max_keys: int) -> dict[str, Any]:
     """The pages and the chunks of a prefill, as `PagedChunks` takes them."""
     return {
-        "pages": pages.kv,
+        "pages": clear_tails(pages.kv, x.table, x.ends),
         "scales": pages.scales,
         "layer": jnp.int32(0),
         "rows": x.rows,
-        "key_rows": x.key_rows,
-        "cu_q": x.cu_q[None],
-        "cu_k": x.cu_k[None],
+        "cu_q": x.cu_q,
+        "prompt_table": x.table,
+        "ends": x.ends,
+        "max_keys": max_keys,
     }
 
 
 def _ends(x: PrefillBatch) -> Int[Array, "N"]:
     """Where the last token of each chunk is."""
-    return jnp.maximum(x.cu_q[1::2] - 1, 0)
+    return jnp.maximum(x.cu_q[1:] - 1, 0)
 
 
 def _begin(

@@ -46,6 +46,7 @@ from jaxscale.models.adapters import adapter_names, with_adapters
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import PAGES_AXES, SCALES_AXES
 from jaxscale.sharding.decode_all_reduce import AllReduce, Sums
+from pallas_kernels.varlen_attention.paged import gathers_pages
 
 
 NUM_CHANGES = 512
@@ -153,7 +154,9 @@ class Runner:
         self.mesh: Mesh | None = mesh
         self.devices = list(where.device_set if mesh is None else mesh.devices.flat)
         self._sums(self.buckets[0])  # raises
-        self._prefills = prefill_programs(config, prefill_tokens)
+        self._prefills = prefill_programs(
+            config, prefill_tokens, gathers=self._gathers()
+        )
         adapted = bool(config.adapters)
         self.table = ProgramTable(self.buckets, self._prefills, adapted=adapted)
         """The compiled programs."""
@@ -226,7 +229,7 @@ class Runner:
             keys = self._prefills[0][1]
             sizes = {"num_tokens": tokens, "num_keys": keys, "bucket": bucket}
             fn = functools.partial(programs.mixed, **sizes)
-            packed = self._shape((sum(self._prefill_sizes(tokens, keys, "")),), "i4")
+            packed = self._shape((sum(self._prefill_sizes(tokens, "")),), "i4")
             shapes = *state[:3], packed
             made = jit(fn, (1, 2), "psss", tokens + bucket)
             yield ("mixed", tokens, keys, bucket), made, shapes
@@ -234,7 +237,7 @@ class Runner:
         for tokens, keys, scored in (*plain, (*self._prefills[-1], True)):
             sizes = {"num_tokens": tokens, "num_keys": keys, "scored": scored}
             fn = functools.partial(programs.prefill, **sizes)
-            total = sum(self._prefill_sizes(tokens, keys, kind))
+            total = sum(self._prefill_sizes(tokens, kind))
             yield (
                 ("prefill" + kind, tokens, keys, scored),
                 jit(fn, (1, 2), "psss" if scored else "pss", tokens),
@@ -397,7 +400,7 @@ class Runner:
         keys = sum(whole_blocks(chunk.end) for chunk in chunks)
         key = self.table.mixed(needed, keys, bucket)
         assert key is not None
-        sizes = self._prefill_sizes(key[1], key[2], "")
+        sizes = self._prefill_sizes(key[1], "")
         begun, decoded = self.dispatch(key, sizes.pack(chunks, None, self.config))
         return begun, decoded
 
@@ -454,12 +457,20 @@ class Runner:
         adapted = any(chunk.sequence.adapter for chunk in chunks)
         scored = targets is not None
         key = self.table.prefill(needed, keys, scored=scored, adapted=adapted)
-        sizes = self._prefill_sizes(key[1], key[2], key[0].removeprefix("prefill"))
+        sizes = self._prefill_sizes(key[1], key[0].removeprefix("prefill"))
         return sizes.pack(chunks, targets, config), key
 
-    def _prefill_sizes(self, tokens: int, keys: int, kind: str) -> PrefillBatch:
-        chunks = self.config.prefill_requests
-        return PrefillBatch.sizes(tokens, keys, chunks, adapted=kind == ADAPTED)
+    def _gathers(self) -> bool:
+        """Whether prefill gathers the keys and values that it attends to."""
+        dtype = self.dtype if self._kv_scales is None else FP8
+        with self._on_mesh():
+            return gathers_pages(
+                self.dtype, dtype, self.model_config.head_dim, self.config.page_size
+            )
+
+    def _prefill_sizes(self, tokens: int, kind: str) -> PrefillBatch:
+        chunks, width = self.config.prefill_requests, self.config.table_width
+        return PrefillBatch.sizes(tokens, chunks, width, adapted=kind == ADAPTED)
 
     def _state(self) -> tuple[Pages, Any, Any, Any]:
         """Shapes of pages, slots and counts, and of the history if there is one."""

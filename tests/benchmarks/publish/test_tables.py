@@ -349,6 +349,22 @@ ENCODER = RECORD | {
 }
 
 
+PIECES = {"plan": 50, "write": 30, "call": 500, "wait": 400, "read": 20}
+REQUESTS = RECORD | {
+    "benchmark": "encode_timeline",
+    "rows": [
+        row("bert", "jaxscale", 1000.0, 1.0)
+        | {
+            "params": {"batch": 4, "tokens": 1670},
+            "metrics": {f"{name}_us": us for name, us in PIECES.items()}
+            | {"before_gpu_us": 300.0, "kernel_us": 420.0, "gap_us": 180.0}
+            | {"host call": 900.0, "host Execute": 150.0, "host short": 30.0}
+            | {"beside Other": 200.0},
+        }
+    ],
+}
+
+
 def learning_row(name, seed, tokens, bits):
     params = {"seed": seed, "tokens": tokens}
     changed = {"params": params, "metrics": {"bits_per_byte": bits, "rate": 1e-3}}
@@ -369,8 +385,8 @@ LEARNING = RECORD | {
 
 @pytest.mark.parametrize(
     "record",
-    [RECORD, OVERLAP, ATTENTION, ENCODER, LEARNING],
-    ids=["bars", "curves", "attention", "encoder", "learning"],
+    [RECORD, OVERLAP, ATTENTION, ENCODER, REQUESTS, LEARNING],
+    ids=["bars", "curves", "attention", "encoder", "requests", "learning"],
 )
 def test_plots_know_what_they_show(tmp_path, record):
     path = tmp_path / "plot.svg"
@@ -413,6 +429,26 @@ def test_attention_against_length_and_padding(tmp_path):
     text = (tmp_path / "plot.svg").read_text()
     for label in ("bert_base, batch 16", "albert_base, batch 16", "torch_compile"):
         assert f">{label}<" in text, label
+
+
+def test_requests_are_pieces_and_kernels_where_they_lie():
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    plots._requests(figure, REQUESTS)
+    (panel,) = figure.axes
+    assert panel.get_title() == "4 texts, 1,670 tokens: 1.00 ms"
+    bars = {
+        bar.get_label(): [(p.get_x(), p.get_width()) for p in bar.patches]
+        for bar in panel.containers
+    }
+    spans = {"plan": (0, 0.05), "write": (0.05, 0.03), "call": (0.08, 0.5)}
+    spans |= {"wait": (0.58, 0.4), "read": (0.98, 0.02)}
+    spans |= {"Execute": (0.08, 0.15), "others": (0.23, 0.03)}
+    spans |= {"kernels": (0.3, 0.42), "gaps": (0.72, 0.18)}
+    assert [*bars] == [*spans]
+    for name, span in spans.items():
+        assert bars[name][0] == pytest.approx(span), name
 
 
 def test_learning_is_the_mean_and_the_range_of_the_seeds(monkeypatch):

@@ -35,7 +35,9 @@ def encoding(devices, size, room):
     programs = encoder._programs
     width = programs._width(size, room)
     pinned = programs._buffers.where
-    batch = jax.ShapeDtypeStruct((1, width), jnp.int32, sharding=pinned)
+    batch = jax.ShapeDtypeStruct(
+        (1, width), jnp.int32, sharding=pinned, _memory_space=jax.memory.Space.Host
+    )
     return programs._jitted["encode"], (programs._leaves, batch, size)
 
 

@@ -98,7 +98,9 @@ class FakeDevice:
         for chunk in chunks:
             ends = chunk.end == chunk.sequence.target
             assert chunk.tokens and (ends or chunk.end % config.split == 0)
-            rows = chunk.key_rows(config.page_size)
+            size = config.page_size
+            rows = [page * size + i for page in chunk.pages for i in range(size)]
+            rows = rows[: chunk.end]
             assert rows[chunk.start :] == chunk.write_rows(config.page_size)
             hashes = [self.cache[row] for row in rows[: chunk.start]]
             for row, token in zip(rows[chunk.start :], chunk.tokens, strict=True):

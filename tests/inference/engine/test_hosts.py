@@ -293,7 +293,7 @@ def test_two_processes():
                 process.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # as the one above, through a server
 def test_the_example_serves(llama, tmp_path):
     """Two processes with a device each, through HTTP until SIGTERM."""
     save(llama.model, tmp_path / "tiny", tokenizer=TOKENIZER)

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.attention import attention
 from tests.compiled import compile_for_h200
-from tests.test_compiled import on_one
+from tests.registers import on_one
 from tests.tiers import first
 
 

@@ -12,18 +12,21 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.collective_matmul import all_gather_matmul
+from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
 from tests.lowering import MULTICAST_MARK
 from tests.training.layouts import Layout
 
 
-def lowered(sizes):
-    """The text for GPUs of a gather over `tensor`."""
+def lowered(sizes, implementation=None):
+    """The places that kernels name in a gather over `tensor`, lowered for GPUs."""
     mesh = jax.make_mesh(
         sizes, ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2
     )
     fn = jax.shard_map(
-        functools.partial(all_gather_matmul, axis_name="tensor"),
+        functools.partial(
+            all_gather_matmul, axis_name="tensor", implementation=implementation
+        ),
         mesh=mesh,
         in_specs=(P(("data", "tensor")), P()),
         out_specs=P(("data", "tensor")),
@@ -36,6 +39,15 @@ def lowered(sizes):
         text = jax.jit(fn).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
     assert MULTICAST_MARK not in text
     return re.findall('xla_replica_ids = "(.*?)"', text)
+
+
+def refusal(sizes):
+    """What the kernel says where it is named and reaches no peer."""
+    try:
+        lowered(sizes, "mosaic_gpu")
+    except Unsupported as error:
+        return str(error)
+    return ""
 
 
 def loss(pipe, tensor):
@@ -60,10 +72,12 @@ def main(coordinator: str, rank: str) -> None:
     os.environ["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"
     inside, across = lowered((2, 4)), lowered((1, 8))
     logger.removeHandler(handler)
+    refused = refusal((1, 8))
     found = {
         "untuned": untuned,
         "inside": inside,
         "across": across,
+        "refused": refused,
         "said": said,
         "loss": loss(2, 4),
     }

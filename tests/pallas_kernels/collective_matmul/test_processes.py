@@ -18,5 +18,6 @@ def test_kernels_reach_the_devices_of_their_own_process():
         assert "the axis 'tensor' has devices of several processes" in across
         assert "reach the 4 of one; start one process on each host" in across
         for flags in ("--ntasks-per-node=1", "--map-by ppr:1:node", "XLA_FLAGS=--xla"):
-            assert flags in across
+            assert flags in across and flags in answer["refused"]
+        assert answer["refused"].endswith("; use implementation='xla'")
         assert answer["loss"] == pytest.approx(float(sums.nll), rel=1e-5)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.compiled import compile_for_h200
-from tests.test_compiled import kernels
+from tests.registers import kernels
 from tests.tiers import exhaustive
 
 

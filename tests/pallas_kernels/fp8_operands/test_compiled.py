@@ -6,7 +6,7 @@ import pytest
 
 from tests import manifest
 from tests.compiled import compile_for_h200
-from tests.test_compiled import kernels
+from tests.registers import kernels
 
 
 pytestmark = pytest.mark.skipif(
@@ -22,6 +22,8 @@ CASES = {case.name: case for case in manifest.fp8_operand_cases()}
         ("llama3_8b_mlp_gradient_8192", ["quantize_rows", "transpose_rows"]),
         ("llama3_8b_up", ["quantize_rows", "transpose_rows"]),
         ("llama3_8b_up_per_tensor", ["quantize_and_transpose", "transpose"]),
+        ("llama3_8b_hidden_8192_norm", ["quantize_rms_norm"]),
+        ("llama3_8b_mlp_8192_gated", ["quantize_gated_gradients", "quantize_gated"]),
     ],
 )
 def test_nothing_is_spilled_and_little_is_written_besides(name, names):

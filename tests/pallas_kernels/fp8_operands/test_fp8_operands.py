@@ -13,6 +13,9 @@ from pallas_kernels.fp8_operands import (
     inverse_scale,
     power_of_two_scale,
     quantize_and_transpose,
+    quantize_gated,
+    quantize_gated_gradients,
+    quantize_rms_norm,
     quantize_rows,
     reference,
     transpose,
@@ -21,6 +24,7 @@ from pallas_kernels.fp8_operands import (
 from pallas_kernels.fp8_operands.specs import SPECS
 from pallas_kernels.mosaic import H200, use_device
 from tests.interpreter import interpret_mosaic_gpu
+from tests.pallas_kernels.fp8_operands import stand_ins  # noqa: F401
 
 
 BF16, FP32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -112,6 +116,86 @@ def test_rows_of_any_number():
         found = quantize_rows(x, E4M3, implementation="mosaic_gpu")
         found = jax.tree.map(np.asarray, found)
     assert_same(found, quantize_rows(x, E4M3, implementation="xla"))
+
+
+def computed(arrays, implementation):
+    """What is rounded in the pass that computes it: a norm, a gate and its gradients.
+
+    With tokens of many sizes, as in `numbers`, but no features that a gate would close.
+    """
+    options = {"implementation": implementation}
+    gated = {"activation": "silu", **options}
+
+    @jax.jit
+    def run(x, up, g, weight):
+        return (
+            quantize_rms_norm(x, weight, E4M3, eps=0.5, **options),
+            quantize_gated(x, up, E4M3, **gated),
+            *quantize_gated_gradients(x, up, g, E5M2, **gated),
+        )
+
+    return jax.tree.map(np.asarray, run(*arrays))
+
+
+def tokens(m, k, seed=0):
+    random = np.random.default_rng(seed)
+    normal = (random.normal(size=(m, k)) for _ in range(3))
+    x, up, g = (jnp.asarray(a * 2.0 ** random.integers(-3, 3, (m, 1))) for a in normal)
+    arrays = (a.astype(BF16) for a in (x, up, g))
+    return *arrays, jnp.asarray(random.normal(size=k), FP32)
+
+
+def assert_nearly_same(found, expected):
+    """Equal but for a few numbers that are rounded to a neighbor."""
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.asarray(x).astype(np.float32) for x in (a, b))
+        assert np.mean(a != b) < 0.01
+        np.testing.assert_allclose(a, b, rtol=0.26, atol=2.0**-7)
+
+
+def test_what_is_rounded_as_it_is_computed_is_what_the_definition_gives():
+    x, up, g, weight = tokens(64, 384)
+    norm, hidden, *both = computed((x, up, g, weight), "xla")
+    exact = reference.rms_norm(x, weight, 0.5), reference.swiglu(x, up)
+    for found, wide in zip((norm, hidden), exact, strict=True):
+        assert_nearly_same(
+            tuple(found), reference.quantize_rows(wide.astype(BF16), E4M3)
+        )
+    wide = [a.astype(BF16) for a in reference.swiglu_gradients(x, up, g)]
+    joined = jnp.concatenate(wide, 1)  # which share the scale of a row
+    data, scale, largest = reference.quantize_rows(joined, E5M2)
+    for i, found in enumerate(both):
+        part = slice(384 * i, 384 * (i + 1))
+        assert_nearly_same(tuple(found), (data[:, part], scale, largest[part]))
+
+
+@pytest.mark.parametrize(
+    ("m", "k"),
+    [
+        (20, 512),
+        (37, 1408),  # eleven lines of a row, and groups of rows that overlap
+        (8, 4096),  # two parts of a row
+    ],
+)
+def test_interpreted_kernels_round_what_they_compute(m, k):
+    arrays = tokens(m, k)
+    with use_device(SMALL), interpret_mosaic_gpu(detect_races=True) as ran:
+        found = computed(arrays, "mosaic_gpu")
+    assert ran.kernels == 3 and not ran.races_found
+    assert_nearly_same(found, computed(arrays, "xla"))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_what_is_not_finite_stays_in_its_row_as_it_is_computed(implementation):
+    x, up, g, weight = tokens(16, 256)
+    g, x = g.at[3, 5].set(jnp.nan), x.at[6, 7].set(jnp.inf)
+    with use_device(SMALL), interpret_mosaic_gpu():
+        norm, hidden, *both = computed((x, up, g, weight), implementation)
+    for found, bad in ((norm, [6]), (hidden, [6]), *((each, [3, 6]) for each in both)):
+        rows = np.isnan(found.data.astype(np.float32)).all(1)
+        assert np.flatnonzero(rows).tolist() == bad
+        assert np.flatnonzero(np.isnan(found.scale)).tolist() == bad
 
 
 @TYPES
@@ -238,6 +322,15 @@ def test_what_the_kernels_cannot_do_goes_to_xla():
             with pytest.raises(Unsupported, match=r"shape \(64, 256\)"):
                 f(implementation="mosaic_gpu")
             assert f()[0].shape
+        wide = jnp.ones((8, 8320), BF16)
+        with pytest.raises(Unsupported, match="activation 'gelu', the kernel takes"):
+            quantize_gated_gradients(
+                wide, wide, wide, E5M2, activation="gelu", implementation="mosaic_gpu"
+            )
+        with pytest.raises(Unsupported, match="the kernel takes at most 8192"):
+            quantize_rms_norm(
+                wide, wide[0].astype(FP32), E4M3, eps=0.0, implementation="mosaic_gpu"
+            )
     with pytest.raises(Unsupported, match="Hopper"):
         transpose(q.data, implementation="mosaic_gpu")
 
@@ -251,6 +344,14 @@ def test_mistakes(no_shape_hook):
         quantize_rows(x.astype(jnp.int32), E4M3)
     with pytest.raises(ValueError, match="dtype has type bfloat16"):
         quantize_rows(x, BF16)
+    with pytest.raises(
+        ValueError, match=r"weight has .* shape \(4,\), expected float32"
+    ):
+        quantize_rms_norm(x, x[:, 0], E4M3, eps=0.0)
+    with pytest.raises(ValueError, match=r"operands are float32 \(4, 8\), bfloat16"):
+        quantize_gated(x, x.astype(BF16), E4M3, activation="silu")
+    with pytest.raises(ValueError, match="activation 'swish', expected"):
+        quantize_gated_gradients(x, x, x, E5M2, activation="swish")
     with pytest.raises(ValueError, match=r"shapes \[\(8,\), \(4,\)\]"):
         transpose_rows(q.data, q.largest, q.scale)
     with pytest.raises(ValueError, match="data has type float32"):

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.fp8_operands.specs import SPECS
-from tests.pallas_kernels.fp8_operands.test_fp8_operands import BF16, all_of, numbers
+from tests.pallas_kernels.fp8_operands.test_fp8_operands import (
+    BF16,
+    E4M3,
+    all_of,
+    assert_nearly_same,
+    computed,
+    numbers,
+    tokens,
+)
 from tests.tolerances import num_different
 
 
@@ -42,6 +50,17 @@ def test_random_shapes():
         x_dtype = draw.choice([jnp.bfloat16, jnp.float32])
         dtype = draw.choice([jnp.float8_e4m3fn, jnp.float8_e5m2])
         assert_same_bits(numbers(m, k, x_dtype, seed), jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("k", [3584, 5632, 8192, 14336])
+def test_what_is_rounded_as_it_is_computed(k):
+    arrays = tokens(1001, k)
+    jax.block_until_ready([jnp.full((1001, k), jnp.nan, E4M3) for _ in range(4)])
+    expected = computed(arrays, "xla")
+    found, again = (computed(arrays, None) for _ in range(2))
+    assert_nearly_same(found, expected)
+    for a, b in zip(*map(jax.tree.leaves, (found, again)), strict=True):
+        assert a.tobytes() == b.tobytes()
 
 
 def test_what_is_not_finite():

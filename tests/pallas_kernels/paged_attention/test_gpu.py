@@ -143,6 +143,25 @@ def test_fp8(head_dim):
         check(step, kernel)
 
 
+@pytest.mark.parametrize("teams", [2, 3])
+def test_fp8_teams(teams):
+    """Bits do not depend on who computes a split, nor on the run."""
+    step = Case(
+        lengths=tuple(range(3, 4000, 130)),
+        heads=(8, 2),
+        head_dim=128,
+        page=64,
+        dtype=jnp.bfloat16,
+        pages_dtype=FP8,
+    )
+    run = functools.partial(kernel, config=PagedAttentionConfig(teams=teams))
+    check(step, run)
+    out, _ = kernel(**step.arrays(), **step.options())
+    for _ in range(5):
+        again, _ = run(**step.arrays(), **step.options())
+        np.testing.assert_array_equal(bits(again), bits(out))
+
+
 def test_steps_in_a_scan_change_donated_pages():
     step = Case(
         lengths=(500, 20), heads=(8, 2), head_dim=128, page=64, dtype=jnp.bfloat16

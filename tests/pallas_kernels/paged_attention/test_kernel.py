@@ -69,6 +69,10 @@ CASES = {
         case(100, 3, queries=2, num_new=(2, 1), head_dim=128, page=64, pages_dtype=FP8),
         cut(),
     ),
+    "fp8, three teams": (
+        case(290, 3, head_dim=128, page=64, pages_dtype=FP8),
+        cut(teams=3),
+    ),
     "fp8, window, softcap, H 256": (
         case(
             150,

@@ -253,7 +253,7 @@ def test_mistakes(no_shape_hook):
     for options in (
         {"split": 100},
         {"split": 0},
-        {"teams": 3},
+        {"teams": 4},
         {"slots": 1},
     ):
         with pytest.raises(ValueError, match=next(iter(options))):

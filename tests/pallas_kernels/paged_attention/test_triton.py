@@ -16,7 +16,7 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention.inputs import Inputs, Scores
 from tests.pallas_kernels.paged_attention.cases import Case, bits, check
-from tests.pallas_kernels.triton_compiled import DEVICES, compile_for
+from tests.pallas_kernels.triton_compiled import CAPABILITIES, DEVICES, compile_for
 from tests.pallas_kernels.triton_interpreter import interpreted
 from tests.tiers import first
 
@@ -71,7 +71,7 @@ DTYPES = {
 
 @pytest.mark.parametrize("head_dim", first([128, 64, 256], 128))
 @pytest.mark.parametrize("pages", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("capability", DEVICES)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_compile(capability, pages, head_dim):
     """They fit shared memory and registers."""
     from pallas_kernels.paged_attention import triton_kernels

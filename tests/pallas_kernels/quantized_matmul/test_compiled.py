@@ -6,7 +6,7 @@ import pytest
 
 from tests import manifest
 from tests.compiled import compile_for_h200
-from tests.test_compiled import kernels
+from tests.registers import kernels
 
 
 pytestmark = pytest.mark.skipif(

@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import use_device
 from pallas_kernels.quantized_matmul import quantized_matmul, reference, triton
-from tests.pallas_kernels.triton_compiled import DEVICES, compile_for
+from tests.pallas_kernels.triton_compiled import CAPABILITIES, DEVICES, compile_for
 from tests.pallas_kernels.triton_interpreter import interpreted
 from tests.tiers import first
 from tests.tolerances import RELATIVE, relative_error
@@ -39,7 +39,7 @@ def test_values(tokens, depth, features, monkeypatch):
 
 @pytest.mark.parametrize("tokens", first([1, 32, 64, 4096], 1, 4096))
 @pytest.mark.parametrize("weight", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("capability", DEVICES)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernel_compiles(capability, weight, tokens, monkeypatch):
     from pallas_kernels.quantized_matmul import triton_kernels
 

@@ -14,7 +14,12 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.tile_sparse_matmul import passes, tile_sparse_matmul, triton
 from tests.pallas_kernels.tile_sparse_matmul.cases import random_weight
-from tests.pallas_kernels.triton_compiled import DEVICES, TENSOR_CORES, compile_for
+from tests.pallas_kernels.triton_compiled import (
+    CAPABILITIES,
+    DEVICES,
+    TENSOR_CORES,
+    compile_for,
+)
 from tests.pallas_kernels.triton_interpreter import interpreted
 from tests.tolerances import RELATIVE, relative_error
 
@@ -22,7 +27,7 @@ from tests.tolerances import RELATIVE, relative_error
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("capability", DEVICES)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     ("tokens", "tile", "dtype", "activation", "y_major"),
     [
@@ -64,7 +69,7 @@ def test_kernel_compiles(capability, tokens, tile, dtype, activation, y_major):
     assert kernel.asm["cubin"]
 
 
-@pytest.mark.parametrize("capability", DEVICES)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("tile", "y_major"), [(64, True), (128, False), (256, True)])
 def test_gradient_compiles(capability, tile, y_major):
     from pallas_kernels.tile_sparse_matmul import triton_kernels

@@ -25,7 +25,7 @@ from tests.interpreter import interpret_mosaic_gpu
 from tests.lowering import lower_for_cuda
 from tests.pallas_kernels.varlen_attention import stand_ins  # noqa: F401
 from tests.pallas_kernels.varlen_attention.test_mosaic_gpu_gpu import poison
-from tests.test_compiled import on_one
+from tests.registers import on_one
 from tests.tiers import exhaustive, first
 from tests.tolerances import RELATIVE, relative_error
 

@@ -106,6 +106,11 @@ CASES = {
         ForwardBlocks(block_k=192, stages=2, held=1),
     ),
     "heads of 256": (([3, 66], [9, 80], 70, 90, 1, 1, 256), {"causal": True}, None),
+    "keys before the first, unmasked steps after them": (
+        ([5, 70], [5, 260], 80, 270, 1, 1, 128),
+        {},
+        ForwardBlocks(block_k=64, overlap=False),
+    ),
     "fewer keys than a step, padded heads": (
         ([3, 20], [30, 1], 40, 37, 1, 1, 72),
         {},
@@ -141,6 +146,23 @@ def test_interpreted_kernel_equals_the_reference(name):
     with use_device(one_sm), interpret_mosaic_gpu():
         got = jax.tree.map(np.asarray, run(arrays, cu, descales, extra))
     compare(got, expected(wide, cu, options, extra), cu[0][-1])
+
+
+def test_rows_that_end_at_any_token():
+    """Steps end at multiples of 16 tokens, past the last, where there may be NaN."""
+    shape = ([5, 60], [5, 60], 72, 72, 1, 1, 64)
+    arrays, cu, descales, _ = quantized(*shape)
+    rows = [jnp.stack([x, x.at[9:].set(jnp.nan)]) for x in arrays]
+    bounds = np.stack([cu[0], [0, 4, 9]])
+    both = {name: np.stack([x, x]) for name, x in descales.items()}
+    run = jax.jit(functools.partial(attend, implementation="mosaic_gpu"))
+    with use_device(one_sm), interpret_mosaic_gpu():
+        out = np.asarray(run(*rows, jnp.asarray(bounds), **both), np.float32)
+    for i, end in enumerate(bounds[:, -1]):
+        want = attend(*(x[i] for x in rows), jnp.asarray(bounds[i]), **descales)
+        want = np.asarray(want, np.float32)
+        assert relative_error(out[i, :end], want[:end]) < ROUNDED_WEIGHTS
+        assert (out[i, end:] == 0).all()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -78,7 +78,7 @@ def test_every_way_to_cut_it(blocks):
 
 
 def test_each_key_has_its_own_weight():
-    """A lane exchanges weights with three others: each must reach its own key."""
+    """Weights and values lie in the order of lanes: each must meet its own key."""
     keys = 256
     q = jnp.zeros((64, 1, 128), jnp.float8_e4m3fn)
     k = jnp.zeros((keys, 1, 128), jnp.float8_e4m3fn)

@@ -13,8 +13,7 @@ from jaxscale.inference.output import FinishReason
 
 
 KEY_BLOCK = 128
-"""The keys of each prompt begin at a multiple of this: a kernel block then holds keys
-of one prompt only, and its sums do not depend on the others."""
+"""Where attention gathers keys, those of each prompt begin at a multiple of this."""
 
 type Mixes = Callable[[int, int, int], bool]
 """Whether one program can take so many prompt tokens, the keys that they read, and rows
@@ -58,10 +57,6 @@ class Chunk:
     def write_rows(self, page_size: int) -> list[int]:
         """Rows of the pool, page * G + offset, that the tokens are written to."""
         return _rows(self.pages, self.start, self.end, page_size)
-
-    def key_rows(self, page_size: int) -> list[int]:
-        """Rows of the pool of the positions 0 to `end` - 1."""
-        return _rows(self.pages, 0, self.end, page_size)
 
 
 def _rows(pages: abc.Sequence[int], start: int, end: int, page_size: int) -> list[int]:

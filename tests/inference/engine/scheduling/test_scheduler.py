@@ -465,6 +465,37 @@ def test_a_long_prompt_holds_up_no_short_one():
     server.run()
 
 
+def test_short_prompts_that_keep_coming_leave_steps_to_a_long_one():
+    server = Server(
+        config(num_pages=400, max_len=300, prefill_tokens=40, prefix_cache=False)
+    )
+    server.add(*requests(3, length=4, most=250))
+    while len(server.received) < 3:
+        server.tick()
+    server.add(*requests(1, length=100, most=2, client="long"))
+    for i in range(60):
+        server.add(*requests(1, length=4, most=1, client=f"short{i} "))
+        server.tick()
+    assert ("long0", 0) in server.received
+    server.run()
+
+
+def test_clients_are_charged_for_what_was_computed(monkeypatch):
+    server = Server(config(num_pages=32))
+    charged = []
+    monkeypatch.setattr(
+        server.scheduler._waiting,
+        "charge",
+        lambda served: charged.extend((c.request.id, n) for c, n in served),
+    )
+    for name in ("first", "again"):
+        server.add(Request(prompt=list(range(12)), id=name, params=params_of(2)))
+        server.run()
+    cached = server.scheduler.counts.cached_tokens
+    admitted = {name: next(n for of, n in charged if of == name) for name, _ in charged}
+    assert cached > 0 and admitted == {"first": 12, "again": 12 - cached}
+
+
 def test_prompts_share_pages():
     """Of the same salt; the tail of a prompt is computed again in any case."""
     server = Server(config(num_pages=32))

@@ -1,0 +1,107 @@
+"""Pattern tw24: 2:4 inside the kept rows of tiles, and its sparse layers."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxscale import pruning
+from jaxscale.models import Decoder, DecoderConfig
+from jaxscale.pruning import PruneConfig
+from jaxscale.training import TrainState
+from pallas_kernels.tile_sparse_matmul import TileSparse24
+from tests.tolerances import relative_error
+
+
+def small_model():
+    config = DecoderConfig(
+        vocab_size=64,
+        d_model=128,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=64,
+        d_ff=256,
+        max_seq_len=16,
+    )
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+def masks_of(model, **settings):
+    config = PruneConfig(pattern="tw24", tile=64, **settings)
+    rng = np.random.default_rng(0)
+    scores = {
+        name: np.exp(rng.standard_normal(score.shape)).astype(np.float32)
+        for name, score in pruning.magnitude_scores(model).items()
+    }
+    return pruning.make_model_masks(model, scores, config), scores
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_compressed_layers_compute_what_the_masks_keep(separate):
+    model = small_model()
+    masks, _ = masks_of(model, sparsity=0.75)
+    assert masks.sparsity == pytest.approx(0.75, abs=0.01)
+    sparse = pruning.sparsify(model, masks, separate=separate)
+    compressed = pruning.sparsify(model, masks, separate=separate, compress=True)
+    blocks = compressed.blocks[0] if separate else compressed.blocks
+    assert isinstance(blocks.mlp.down.weight, TileSparse24)
+    assert blocks.mlp.up.shape[1] < 256  # hidden features were removed
+    tokens = jnp.arange(12).reshape(1, 12) % 64
+    want = pruning.apply_masks(model, masks)(tokens)
+    for pruned in (sparse, compressed):
+        assert relative_error(pruned(tokens), want) < 1e-5
+
+
+def test_the_best_two_of_four_kept_rows_stay():
+    model = small_model()
+    masks, scores = masks_of(model, sparsity=0.6)
+    name = "blocks.attention.query"
+    kept, tiled = masks.kept[name][0], masks.tiled[name][0]
+    for column in range(128):
+        rows = np.flatnonzero(tiled[:, column])
+        for first in range(0, len(rows), 4):
+            four = rows[first : first + 4]
+            best = four[np.argsort(-scores[name][0][four, column])[:2]]
+            assert set(four[kept[four, column]]) == set(best)
+    assert not (kept & ~tiled).any()
+
+
+def test_sparsity_rises_from_stage_to_stage():
+    model = small_model()
+    before, scores = masks_of(model, sparsity=0.5)
+    config = before.config.with_sparsity(0.75)
+    after = pruning.make_model_masks(model, scores, config, previous=before)
+    for name in after:
+        assert not (after[name] & ~before[name]).any()
+
+
+def test_training_keeps_the_masks():
+    model = small_model()
+    masks, _ = masks_of(model, sparsity=0.75)
+    pruner = pruning.Pruner(masks.config, [pruning.Stage(step=0, sparsity=0.75)])
+    optimizer = optax.chain(pruning.mask_gradients(masks), optax.sgd(1.0))
+    state = pruning.set_masks(TrainState.create(model, optimizer), masks)
+    found = pruner.masks_of(state)
+    for name in masks:
+        np.testing.assert_array_equal(found.kept[name], masks.kept[name])
+        np.testing.assert_array_equal(found.tiled[name], masks.tiled[name])
+    pruned = np.asarray(state.model.blocks.mlp.up.kernel[...]) == 0
+    np.testing.assert_array_equal(pruned, ~masks["blocks.mlp.up"])
+
+
+def test_what_is_wrong_is_refused():
+    with pytest.raises(ValueError, match=r"expected at least 0\.5: pattern tw24"):
+        PruneConfig(pattern="tw24", sparsity=0.4)
+    model = small_model()
+    masks, _ = masks_of(model, sparsity=0.75)
+    whole = pruning.make_model_masks(
+        model, pruning.magnitude_scores(model), PruneConfig(tile=64)
+    )
+    with pytest.raises(ValueError, match="compress of pattern 'tw', expected 'tw24'"):
+        pruning.sparsify(model, whole, compress=True)
+    narrow = PruneConfig(pattern="tw24", tile=32)
+    masks = pruning.make_model_masks(model, pruning.magnitude_scores(model), narrow)
+    with pytest.raises(ValueError, match="tile 32, expected a multiple of 64"):
+        pruning.sparsify(model, masks, compress=True)
