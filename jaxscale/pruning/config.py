@@ -111,10 +111,10 @@ class PruneConfig:
                 f"sparsity {self.sparsity}, expected 0.5: pattern 2:4 knows no other; "
                 "use tw for other shares"
             )
-        if self.pattern == "tw24" and self.sparsity < 0.5:
+        if self.pattern == "tw24" and 0 < self.sparsity < 0.5:
             raise ValueError(
                 f"sparsity {self.sparsity}, expected at least 0.5: pattern tw24 prunes "
-                "half of what its tiles keep; use tw for less"
+                "half of what its tiles keep; use tw for less, or fewer stages"
             )
         for name in ("tile", "block", "vector", "shards"):
             value = getattr(self, name)
@@ -149,7 +149,7 @@ class PruneConfig:
         return dataclasses.replace(
             self,
             pattern="tw",
-            sparsity=2 * self.sparsity - 1,
+            sparsity=max(2 * self.sparsity - 1, 0.0),
             max_layer_sparsity=None if bound is None else max(2 * bound - 1, 0),
         )
 

@@ -26,8 +26,9 @@ The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
    weights fill up what is missing.
 
 With tw24 steps 1 and 2 keep twice as much. Of each column of a tile the best two of
-every four kept rows then stay. Fours are counted in the order in which the rows come
-when the model runs: hidden features in that of the columns of the layer before.
+every four kept rows then stay, and up to two of a last four of fewer rows. Fours are
+counted in the order in which the rows come when the model runs: hidden features in that
+of the columns of the layer before.
 
 A-priori tuning: the paper uses element-wise pruning to find important units. The
 authors' code does not contain that step, so this is our definition: element-wise
@@ -108,6 +109,8 @@ def _make_masks(matrices: Sequence[Matrix], config: PruneConfig) -> list[Mask]:
         return _tile_element_wise(matrices, config)
     if config.pattern == "tw24":
         whole = _tile_wise(matrices, config.whole_rows)
+        if not config.sparsity:
+            return [Mask(kept=mask, tiled=mask) for mask in whole]
         return _two_four_in_tiles(matrices, whole, config)
     pattern = {
         "ew": _element_wise,

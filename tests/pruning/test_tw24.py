@@ -84,6 +84,8 @@ def test_training_keeps_the_masks():
     optimizer = optax.chain(pruning.mask_gradients(masks), optax.sgd(1.0))
     state = pruning.set_masks(TrainState.create(model, optimizer), masks)
     found = pruner.masks_of(state)
+    none = pruning.Pruner(masks.config, [pruning.Stage(step=9, sparsity=0.75)])
+    assert none.masks_of(state).config.sparsity == 0
     for name in masks:
         np.testing.assert_array_equal(found.kept[name], masks.kept[name])
         np.testing.assert_array_equal(found.tiled[name], masks.tiled[name])
