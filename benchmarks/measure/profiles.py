@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 
+from benchmarks.measure import timing
+
 
 CALL = "call"
 """What a call is named in a profile."""
@@ -39,7 +41,11 @@ def keep_graphs() -> None:
 
 
 def profiled(call: Callable[[], Any], calls: int = 10) -> dict[str, float]:
-    """Profile calls, each of which waits for its result; gives `summary`."""
+    """Profile calls, each of which waits for its result; gives `summary`.
+
+    Raises:
+        RuntimeError: There is a GPU, but no kernel in the profile.
+    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +54,10 @@ def profiled(call: Callable[[], Any], calls: int = 10) -> dict[str, float]:
                 with jax.profiler.TraceAnnotation(CALL):
                     jax.block_until_ready(call())
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        return summary(jax.profiler.ProfileData.from_file(str(path)))
+        found = summary(jax.profiler.ProfileData.from_file(str(path)))
+    if timing.on_gpu() and "kernels" not in found:
+        raise RuntimeError("the profile has no kernel; may CUPTI be used here?")
+    return found
 
 
 def summary(profile: Any) -> dict[str, float]:
@@ -123,7 +132,7 @@ def own_times(spans: Iterable[tuple[float, float, str]]) -> dict[str, float]:
 
     Numbers in names, which differ from call to call, are written as ``#``.
     """
-    total: collections.Counter[str] = collections.Counter()
+    total = collections.defaultdict[str, float](float)
     around: list[tuple[float, str]] = []
     for begin, end, given in sorted(spans, key=lambda span: (span[0], -span[1])):
         name = re.sub(r"\d+", "#", given)

@@ -412,7 +412,7 @@ def _requests(figure: Any, record: records.Record) -> None:
     """
     import matplotlib as mpl
 
-    rows, palette = record["rows"], mpl.colormaps["tab20"].colors  # pyright: ignore
+    rows, palette = record["rows"], mpl.color_sequences["tab20"]
     figure.set_size_inches(7.5, 1.6 + 1.35 * len(rows))
     colors: dict[str, Any] = {"kernels": "0.5", "gaps": "0.85"}
     for panel, row in zip(

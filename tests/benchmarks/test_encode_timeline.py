@@ -86,6 +86,12 @@ def test_a_profile_is_split_into_kernels_gaps_and_the_host():
     }
 
 
+def test_a_profile_that_misses_the_gpu_is_an_error(monkeypatch):
+    monkeypatch.setattr(profiles.timing, "on_gpu", lambda: True)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        profiles.profiled(lambda: None, calls=1)
+
+
 def test_own_times_leave_out_what_is_within():
     spans = [(0, 10, "a"), (1, 4, "b"), (2, 3, "a"), (4, 9, "b1"), (12, 13, "b2")]
     assert profiles.own_times(spans) == {"a": 3, "b": 2, "b#": 6}
