@@ -283,7 +283,7 @@ GIVEN = {
     "flux.md": "b b_scale x",
     "kernels.md": "b bias bk bq bv cu cu_seqlens k ks kv layer lengths pages q qs "
     "residual scale source table target to_keys to_queries v vs w wk wq wv x",
-    "tilewise-kernel.md": "w_down w_gate w_up x",
+    "tilewise-kernel.md": "dense mask w_down w_gate w_up x",
 }
 
 
