@@ -43,7 +43,7 @@ $(PLUGIN): $(STAMP) requirements-cuda.txt
 	$(BIN)/python $(PINNED) --target .cuda -r requirements-cuda.txt
 	@touch $@
 
-$(ROUTER): requirements-router.txt
+$(ROUTER): requirements-router.txt | $(STAMP)
 	$(PYTHON) -m venv --clear .router
 	.router/bin/python $(PINNED) -r requirements-router.txt
 	@touch $@

@@ -169,10 +169,16 @@ class Pruner:
             on_stage: Called with the step and the masks when a stage is done.
 
         Raises:
-            ValueError: there is no stage, or steps or sparsities do not increase.
+            ValueError: there is no stage, steps or sparsities do not increase, or
+                pattern tw24 has more than one stage that prunes.
         """
         if not stages:
             raise ValueError("stages is empty; give at least one, as one_shot does")
+        if config.pattern == "tw24" and len({s.sparsity for s in stages} - {0.0}) > 1:
+            raise ValueError(
+                f"stages {tuple(stages)}: pattern tw24 is pruned in one stage, as by "
+                "one_shot; a row that goes later leaves other fours"
+            )
         for before, after in itertools.pairwise(stages):
             if before.step >= after.step or before.sparsity > after.sparsity:
                 raise ValueError(

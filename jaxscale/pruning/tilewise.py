@@ -72,7 +72,7 @@ def make_masks(matrices: Sequence[Matrix], config: PruneConfig) -> list[Mask]:
 
     Raises:
         ValueError: tiles, blocks or vectors do not divide a matrix, scores are not
-            finite, or the previous masks leave too little.
+            finite, or the previous masks leave too little, or are of pattern tw24.
 
     Example:
         >>> scores = np.array([[9.0, 1.0], [1.0, 3.0], [2.0, 8.0], [7.0, 1.0]])
@@ -347,7 +347,10 @@ def _two_four_in_tiles(
     for matrix, mask in zip(matrices, whole, strict=True):
         scores = matrix.scores
         if matrix.previous is not None:
-            scores = np.where(matrix.previous, scores, -np.inf)
+            raise ValueError(
+                "previous masks of pattern tw24: it is pruned in one stage, since a row "
+                "that goes later leaves other fours; leave previous out"
+            )
         height = len(mask) // matrix.row_shards
         feeders = [
             other

@@ -279,7 +279,10 @@ def _weights(
     for w, (rows, columns) in zip(ws, form.stored or _WHOLE * len(ws), strict=True):
         x = quantize_operand(w, E4M3, form.quantization, through=dtype)
         if columns:  # scales of rows are not known before those of others
-            most = _largest_of(x.scale, columns) * float(jnp.finfo(E4M3).max)
+            # Zeros here, whose scale is one, may be part of a row of small numbers.
+            some = (x.data.astype(jnp.float32) != 0).any(-1)
+            scale = _largest_of(jnp.where(some, x.scale, 0), columns)
+            most = scale * float(jnp.finfo(E4M3).max)
             x = _transposed(x)._replace(largest=most)
         if names := rows or columns:
             data, scale = (

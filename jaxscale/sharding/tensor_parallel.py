@@ -397,6 +397,14 @@ def check_tensor_parallel(
         )
 
 
+def _gathered(stored: Stored) -> Stored:
+    """The storage of kernels that are gathered in fp8: parts of rows or of columns.
+
+    Where rules store both of a kernel in parts, all are gathered before they are rounded.
+    """
+    return () if any(rows and columns for rows, columns in stored) else stored
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Region:
     """A matmul on each device's shards, with explicit collectives."""
@@ -482,7 +490,7 @@ class _Region:
         stored = region.storage(kernel_axes)
         # A kernel joins its weights along the other axis than that of their parts.
         joins = fused and any(each != stored[0] or each[not rows] for each in stored)
-        return dataclasses.replace(region, stored=() if joins else stored)
+        return dataclasses.replace(region, stored=() if joins else _gathered(stored))
 
     def with_vectors(self, count: int, *kernels: tuple[str | None, ...]) -> "_Region":
         """The same of vectors after `x`, which all devices have, and more kernels."""
@@ -490,7 +498,7 @@ class _Region:
         in_axes = (first, *[(None,)] * count, *others, *kernels)
         shards = dataclasses.replace(self.shards, in_axes=in_axes)
         stored = self.stored and (*self.stored, *self.storage(kernels))
-        return dataclasses.replace(self, shards=shards, stored=stored)
+        return dataclasses.replace(self, shards=shards, stored=_gathered(stored))
 
     def storage(self, kernel_axes: Sequence[tuple[str | None, ...]]) -> Stored:
         """The mesh axes over which rows and columns of kernels are stored in parts."""

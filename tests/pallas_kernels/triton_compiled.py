@@ -31,7 +31,7 @@ DEVICES = {
 
 CAPABILITIES = first(DEVICES, 80, 100, 120)
 """For `pytest.mark.parametrize`. What 89 has is in 80 (instructions) and 120 (memory);
-an H200 has kernels of its own."""
+an H200 has kernels of its own. See `reads_late` for what 90 alone can show."""
 
 CHIPS = DEVICES | {86: _device(86, 101_376)}
 """And the RTX 30."""

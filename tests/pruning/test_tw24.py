@@ -68,13 +68,17 @@ def test_the_best_two_of_four_kept_rows_stay():
     assert not (kept & ~tiled).any()
 
 
-def test_sparsity_rises_from_stage_to_stage():
+def test_it_is_pruned_in_one_stage():
+    """Fours that are counted anew would keep fewer than two."""
     model = small_model()
     before, scores = masks_of(model, sparsity=0.5)
     config = before.config.with_sparsity(0.75)
-    after = pruning.make_model_masks(model, scores, config, previous=before)
-    for name in after:
-        assert not (after[name] & ~before[name]).any()
+    with pytest.raises(ValueError, match="leave previous out"):
+        pruning.make_model_masks(model, scores, config, previous=before)
+    stages = [pruning.Stage(step=i, sparsity=s) for i, s in enumerate((0, 0.5, 0.75))]
+    with pytest.raises(ValueError, match="tw24 is pruned in one stage"):
+        pruning.Pruner(config, stages)
+    pruning.Pruner(before.config, stages[:2])
 
 
 def test_training_keeps_the_masks():

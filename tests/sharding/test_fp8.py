@@ -388,6 +388,20 @@ def test_weights_stored_in_parts_are_gathered_in_fp8():
     assert text.count("reduce_scatter") == 4
 
 
+@pytest.mark.parametrize("rules", [fsdp(), dataclasses.replace(fsdp(), mlp="data")])
+def test_rows_that_are_zero_where_one_device_stores_them(rules):
+    """What is small elsewhere keeps its scale; stored both ways, too."""
+    zeros = np.r_[np.zeros(K // 2), np.full(K // 2, 1e-3)]
+    params = PARAMS | {name: PARAMS[name] * zeros for name in ("down", "out")}
+    options = {"tensor_parallel": None, "quantization": "fp8"}
+    expected = value_and_grads(params, normal(B, T, K), rules=REPLICATED, **options)
+    config = MeshConfig(data=2, fsdp=2)
+    with jax.set_mesh(make_mesh(config, jax.devices()[:4])):
+        found = value_and_grads(params, normal(B, T, K), rules=rules, **options)
+    for actual, exact in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert relative_error(actual, exact) < TOLERANCE
+
+
 def kept_types(policy=None):
     """Types of what the backward pass gets, of the shape of the activations."""
     f = column if policy is None else jax.checkpoint(column, policy=policy)

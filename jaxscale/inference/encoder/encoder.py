@@ -470,7 +470,14 @@ class Encoder:
         batch = self._batch(texts, shape.size, shape.room)
         lengths = [[(i, len(encoded[i].ids)) for i in row] for row in rows]
         pooled = shape.method in self._vectors
-        done = functools.partial(self._programs.done, batch)
+        once = iter(
+            [batch]
+        )  # results may be asked for again, its memory is given back once
+
+        def done() -> None:
+            for used in once:
+                self._programs.done(used)
+
         return Launched(pooled, lengths, self._programs(shape, batch), done)
 
     def _steps(

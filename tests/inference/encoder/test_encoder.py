@@ -335,6 +335,15 @@ def test_programs_read_tokens_in_memory_of_the_host():
     assert again.pinned is batch.pinned and not again.whole.any()
 
 
+def test_results_that_are_read_again_give_no_memory_back_twice():
+    encoder = make()
+    (launched,) = encoder.launch("encode", encoder.tokenize(["the cat"]), 128)
+    first, again = (dict(encoder.read(launched)) for _ in range(2))
+    np.testing.assert_array_equal(first[0], again[0])
+    free = encoder._programs._buffers._free.values()
+    assert sum(map(len, free)) == 1
+
+
 def test_what_failed_to_compile_is_tried_again(monkeypatch):
     encoder = make()
 
