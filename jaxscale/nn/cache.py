@@ -271,7 +271,6 @@ class PagedChunks(_Pages):
         config: AttentionConfig,
         implementation: str | None = None,
     ) -> tuple[Array, Self]:
-        del implementation  # names attention without pages
         self._check(config)
         new = jnp.stack([k[0], v[0]], axis=1)  # [T, 2, K, H]
         pages = append_rows(self.pages, self.layer, self.rows, new, self.scales)
@@ -287,6 +286,8 @@ class PagedChunks(_Pages):
             scale=config.logits_scale,
             softcap=config.softcap,
             max_keys=self.max_keys,
+            # Other names are of attention without pages.
+            implementation="xla" if implementation == "xla" else None,
         )
         return out[None], dataclasses.replace(self, pages=pages)
 

@@ -348,8 +348,8 @@ def _two_four_in_tiles(
         scores = matrix.scores
         if matrix.previous is not None:
             raise ValueError(
-                "previous masks of pattern tw24: it is pruned in one stage, since a row "
-                "that goes later leaves other fours; leave previous out"
+                "previous masks of pattern tw24: it is pruned in one stage, since a "
+                "row that goes later leaves other fours; leave previous out"
             )
         height = len(mask) // matrix.row_shards
         feeders = [

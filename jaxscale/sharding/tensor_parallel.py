@@ -400,7 +400,7 @@ def check_tensor_parallel(
 def _gathered(stored: Stored) -> Stored:
     """The storage of kernels that are gathered in fp8: parts of rows or of columns.
 
-    Where rules store both of a kernel in parts, all are gathered before they are rounded.
+    Where rules store both of a kernel in parts, all are gathered and then rounded.
     """
     return () if any(rows and columns for rows, columns in stored) else stored
 

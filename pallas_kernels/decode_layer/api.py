@@ -128,9 +128,10 @@ def decode_layer(
         layer: weights of the layer.
         projection: what the next layer's attention needs; None after the last layer.
         eps: added to the mean squares of both norms.
-        implementation: "mosaic_gpu" (Hopper; bfloat16, up to 64 requests, head dim and
-            hidden features multiples of 128, model features of 256, one device),
-            "xla", a sequence of these, or None for the first that can.
+        implementation: "mosaic_gpu" (Hopper; bfloat16, up to 64 requests; head dim,
+            hidden features and those of attention multiples of 128, model features and
+            columns of q, k and v of 256; one device), "xla", a sequence of these, or
+            None for the first that can.
         config: how the kernel cuts a layer; None is the default. XLA takes none.
 
     Returns:

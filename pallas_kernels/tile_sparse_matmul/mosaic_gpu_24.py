@@ -133,17 +133,22 @@ def multiply_steps(
         pl.when(k > first)(lambda: plgpu.barrier_arrive(empty.at[before]))
         return sums, words, next_slot(slot, stages)
 
-    def two_steps(i: jax.Array, carry: Any) -> Any:
-        return step(first + 2 * i + 1, step(first + 2 * i, carry))
-
     # In twos: metadata of a step in flight and of the next one have registers each.
-    pairs = lax.div(last - first, jnp.int32(2))
+    odd = lax.rem(last - first, jnp.int32(2))
+
+    def two_steps(i: jax.Array, carry: Any) -> Any:
+        k = first + odd + 2 * i
+        return step(k + 1, step(k, carry))
+
     block = tiles.config.block
     words = jnp.zeros((2 * block[0],), jnp.int32)
     words = plgpu.layout_cast(words, _words_layout(block[0] // BLOCK))
-    carry = lax.fori_loop(0, pairs, two_steps, (_zeros(block), words, slot))
-    sums, _, after = lax.fori_loop(first + 2 * pairs, last, step, carry)
+    carry = _zeros(block), words, slot
+    carry = lax.fori_loop(first, first + odd, step, carry)
+    pairs = lax.div(last - first, jnp.int32(2))
+    sums, words, after = lax.fori_loop(0, pairs, two_steps, carry)
     plgpu.wgmma_wait(0)
+    _keep(words)
     sums = _finish(sums)
     before = previous_slot(after, 1, stages)
     pl.when(last > first)(lambda: plgpu.barrier_arrive(empty.at[before]))

@@ -46,7 +46,7 @@ from pallas_kernels.varlen_attention.scheduler import Sequences
 from pallas_kernels.varlen_attention.segments import segment_ids_from_cu_seqlens
 
 
-_KEY_BLOCK = 128
+KEY_BLOCK = 128
 """Gathered keys of each sequence begin at a multiple of this: a step of a kernel then
 holds keys of one sequence only, and its sums do not depend on the others."""
 _PAGES = (16, 32, 64, 128, 256)
@@ -103,13 +103,13 @@ def paged_varlen_attention(
         window: how many tokens a query attends to, itself included; None is no limit.
         scale: factor of ``q . k``; None is ``1 / sqrt(H)``.
         softcap: bound on the magnitude of scores; None is no bound.
-        max_keys: for "xla", most tokens of all sequences together, each rounded up to
-            a multiple of 128; None is as many as the tables have room for.
+        max_keys: for "gather" and "xla", most tokens of all sequences together, each
+            rounded up to a multiple of 128; None is all that the tables have room for.
         implementation: "mosaic_gpu" (the Hopper kernel of `varlen_attention`, which
             reads pages as it goes: bf16 and fp16 pages of 16 to 256 tokens, head dims
-            64, 128 and 256), "xla" (gathers the keys and values of all sequences to one
-            array for `varlen_attention`), several names, or None for the best that
-            supports the arguments.
+            64, 128 and 256), "gather" (gathers the keys and values of all sequences to
+            one array for `varlen_attention`), "xla" (the same without kernels), several
+            names, or None for the best that supports the arguments.
 
     Returns:
         [T, N, H] in the type of q; zeros past the last chunk. In "xla" a sequence with
@@ -154,7 +154,7 @@ def paged_varlen_attention(
         resolve_scale(scale, q.shape[2]),
         resolve_softcap(softcap),
     )
-    keys = x.table.shape[0] * -(-capacity // _KEY_BLOCK) * _KEY_BLOCK
+    keys = x.table.shape[0] * -(-capacity // KEY_BLOCK) * KEY_BLOCK
     keys = keys if max_keys is None else min(max_keys, keys)
 
     def run(*arrays: Any) -> Array:
@@ -245,11 +245,13 @@ def _mosaic_gpu(
     device = check_hopper(device, "paged_varlen_attention")
     _, num_pages, _, kv_heads, page, head_dim = x.pages.shape
     if reason := _refusal(x.q.dtype, x.pages.dtype, head_dim, page):
-        raise Unsupported(f"paged_varlen_attention: {reason}; use implementation='xla'")
+        raise Unsupported(
+            f"paged_varlen_attention: {reason}; use implementation='gather'"
+        )
     if math.prod(x.pages.shape[:4]) >= 2**31:
         raise Unsupported(
             f"paged_varlen_attention: pages of shape {x.pages.shape}, the kernel counts"
-            " to 2**31; use implementation='xla'"
+            " to 2**31; use implementation='gather'"
         )
     problem = Problem(
         rows=1,
@@ -301,16 +303,21 @@ def _jitted(
     return unmarked(run)(*x[:-1])
 
 
-# --- Gathered by XLA ------------------------------------------------------------------
+# --- Gathered by XLA, for `varlen_attention` ------------------------------------------
 
 
 def _gathered(
-    x: PagedInputs, scores: Scores, max_keys: int, *, device: DeviceSpec | None
+    x: PagedInputs,
+    scores: Scores,
+    max_keys: int,
+    *,
+    device: DeviceSpec | None,
+    implementation: str | None = None,
 ) -> Array:
     del device
     rows, width = x.table.shape
     page = x.pages.shape[4]
-    whole = -(-x.lengths // _KEY_BLOCK) * _KEY_BLOCK
+    whole = -(-x.lengths // KEY_BLOCK) * KEY_BLOCK
     ends = jnp.cumsum(whole, dtype=jnp.int32)
     starts = ends - whole
     # After each sequence one without queries, with the keys up to a whole block.
@@ -346,6 +353,7 @@ def _gathered(
         window=(left, None),
         scale=scores.scale,
         softcap=scores.softcap,
+        implementation=implementation,
     )
     of_tokens = segment_ids_from_cu_seqlens(x.cu_q, x.q.shape[0])
     hit = (of_tokens >= 0) & lost[of_tokens]
@@ -354,6 +362,7 @@ def _gathered(
 
 IMPLEMENTATIONS: Mapping[str, Callable[..., Array]] = {
     "mosaic_gpu": _mosaic_gpu,
-    "xla": _gathered,
+    "gather": _gathered,
+    "xla": functools.partial(_gathered, implementation="xla"),
 }
 """Implementations of `paged_varlen_attention`, the preferred one first."""

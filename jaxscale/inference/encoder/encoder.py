@@ -470,9 +470,7 @@ class Encoder:
         batch = self._batch(texts, shape.size, shape.room)
         lengths = [[(i, len(encoded[i].ids)) for i in row] for row in rows]
         pooled = shape.method in self._vectors
-        once = iter(
-            [batch]
-        )  # results may be asked for again, its memory is given back once
+        once = iter([batch])  # results may be read again, memory is given back once
 
         def done() -> None:
             for used in once:
