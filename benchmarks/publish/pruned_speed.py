@@ -39,7 +39,7 @@ class Point:
     layer: str
     """Name and tokens; ``training`` for a step."""
     form: str
-    """``dense``, ``int8``, ``2:4``, ``tw`` or ``tew``."""
+    """``dense``, ``int8``, ``2:4``, ``tw``, ``tew`` or ``tw24``."""
     sparsity: float
     """Of the whole model."""
     bits: float
@@ -135,7 +135,7 @@ CAPTION = (
 CURVE = 3
 """Pruned points below which a layer has no panel: the table has them."""
 
-LABELS = {"tw": (-6, 6), "tew": (-4, -11)}
+LABELS = {"tw": (-6, 6), "tew": (-4, -11), "tw24": (-6, 6)}
 """Where the sparsity of a point is written; 2:4 has only one."""
 
 
@@ -148,7 +148,8 @@ def draw(figure: Any, rows: Sequence[records.Record]) -> None:
     lines = max(-(-len(layers) // width), 1)
     figure.set_size_inches(4.6 * width, 1 + 2.8 * lines)
     flat = iter(figure.subplots(lines, width, squeeze=False).flat)
-    colors = {f: f"C{i}" for i, f in enumerate(("dense", "int8", "2:4", "tw", "tew"))}
+    forms = ("dense", "int8", "2:4", "tw", "tew", "tw24")
+    colors = {form: f"C{i}" for i, form in enumerate(forms)}
     for layer in layers:
         panel = next(flat)
         for form, points_ in _by_form([p for p in found if p.layer == layer]):

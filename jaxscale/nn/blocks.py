@@ -163,19 +163,10 @@ class MLP(nnx.Module):
             return (None,) * len(self.inputs)
         return (self.activation,)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], norm: RMSNorm | LayerNorm | None = None
-    ) -> Float[Array, "B T D"]:
-        """Transform each token; all-gather the input and reduce-scatter the result.
-
-        Args:
-            x: Activations.
-            norm: A norm of `x` before the layers.
-        """
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Transform each token; all-gather the input and reduce-scatter the result."""
         if not self.is_sparse:
-            out = self._in_fp8(x, norm)
-            return self.down(self.hidden(x, norm)) if out is None else out
-        x = x if norm is None else norm(x)
+            return _dense_network(self, x)
         # Activations between sparse layers stay feature-major.
         x = constrain(x, ("batch", None, "act_embed"), self.down.rules)
         projected = [
@@ -185,36 +176,9 @@ class MLP(nnx.Module):
         down: Any = self.down
         return down(self.join(projected, along=0), feature_major=(True, False))
 
-    def _in_fp8(self, x: Array, norm: RMSNorm | LayerNorm | None) -> Array | None:
-        """The result if the whole network rounds what it computes as it goes."""
-        layers: list[Any] = [self.gate, self.up, self.down]
-        gate, up, down = layers
-        if (
-            gate is None
-            or not rounds_rows(layers, x.dtype)
-            or self.joined is not None
-            or gate.bias is not None
-            or up.bias is not None
-        ):
-            return None
-        x, rms = norm_in_fp8(norm, layers, x)
-        out = feed_forward(
-            x,
-            [layer.factor for layer in layers],
-            kernel_axes=[layer.kernel_axes for layer in layers],
-            out_axes=down.out_axes,
-            activation=GATED[self.activation],
-            rules=down.rules,
-            tensor_parallel=down.tensor_parallel,
-            norm=rms,
-        )
-        return None if out is None else down.add_bias(out)
-
-    def hidden(
-        self, x: Float[Array, "B T D"], norm: RMSNorm | LayerNorm | None = None
-    ) -> Float[Array, "B T F"]:
+    def hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
         """Return the input of `down`, if not all layers are sparse."""
-        return self.join(project_together(self.inputs, x, self.activations, norm))
+        return self.join(project_together(self.inputs, x, self.activations))
 
     @property
     def is_sparse(self) -> bool:
@@ -336,6 +300,57 @@ def make_norm(
     if kind != "layernorm":
         return RMSNorm(features, plus_one=kind == "rmsnorm_1p", **options)
     return LayerNorm(features, use_bias=use_bias, **options)
+
+
+def _after_norm(mlp: MLP, norm: RMSNorm | LayerNorm | None, x: Array) -> Array:
+    """``mlp(norm(x))``; in fp8 the norm is rounded in the pass that computes it.
+
+    No method, since `flax.nnx.tabulate` takes no modules as arguments of one.
+    """
+    if norm is None:
+        return mlp(x)
+    if mlp.is_sparse or not rounds_rows(mlp.inputs, x.dtype):
+        return mlp(norm(x))
+    return _dense_network(mlp, x, norm)
+
+
+def _dense_network(
+    mlp: MLP, x: Array, norm: RMSNorm | LayerNorm | None = None
+) -> Array:
+    """A network whose layers are not all sparse, after a norm if there is one."""
+    out = _network_in_fp8(mlp, x, norm)
+    if out is None:
+        projected = project_together(mlp.inputs, x, mlp.activations, norm)
+        out = mlp.down(mlp.join(projected))
+    return out
+
+
+def _network_in_fp8(
+    mlp: MLP, x: Array, norm: RMSNorm | LayerNorm | None
+) -> Array | None:
+    """The result if the whole network rounds what it computes as it goes."""
+    layers: list[Any] = [mlp.gate, mlp.up, mlp.down]
+    gate, up, down = layers
+    if (
+        gate is None
+        or not rounds_rows(layers, x.dtype)
+        or mlp.joined is not None
+        or gate.bias is not None
+        or up.bias is not None
+    ):
+        return None
+    x, rms = norm_in_fp8(norm, layers, x)
+    out = feed_forward(
+        x,
+        [layer.factor for layer in layers],
+        kernel_axes=[layer.kernel_axes for layer in layers],
+        out_axes=down.out_axes,
+        activation=GATED[mlp.activation],
+        rules=down.rules,
+        tensor_parallel=down.tensor_parallel,
+        norm=rms,
+    )
+    return None if out is None else down.add_bias(out)
 
 
 def norm_of_sum(
@@ -525,7 +540,7 @@ class Block(nnx.Module):
         if self.attention_out_norm is not None:
             attended = self.attention_out_norm(attended)
         x = x + attended
-        h = mlp(x, self.mlp_norm)
+        h = _after_norm(mlp, self.mlp_norm, x)
         if self.mlp_out_norm is not None:
             h = self.mlp_out_norm(h)
         return x + h, state

@@ -50,8 +50,8 @@ class TileSparse24:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> rows = jnp.arange(8) % 4 < 2  # of each four
-        >>> mask = jnp.broadcast_to(rows[:, None], (8, 64))
+        >>> places = jnp.arange(8)[:, None] + jnp.arange(64)
+        >>> mask = places % 4 < 2  # two of each four rows, others in each column
         >>> w = TileSparse24.from_dense(jnp.ones((8, 64)), mask, tile=64)
         >>> w.to_dense()[:, 0]
         Array([1., 1., 0., 0., 1., 1., 0., 0.], dtype=float32)

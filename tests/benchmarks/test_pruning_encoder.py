@@ -1,6 +1,7 @@
 """The pruned encoder at a tiny size: pairs of texts, and what becomes of the dense."""
 
 import numpy as np
+import pytest
 
 from benchmarks import pruning_encoder
 from benchmarks.measure.harness import Case, Measurement, NoMeasurement
