@@ -110,7 +110,6 @@ def test_the_untrained_model_has_uneven_tiles_and_no_bits():
             assert any(part > 0 for part in tiles) == (mask == "tew")
 
 
-@pytest.mark.exhaustive  # it trains as `test_pruning_accuracy` does
 def test_a_model_is_trained_written_and_read(tmp_path, monkeypatch, capsys):
     """At the tiny size: every mask has bits of its own, and a file that says all."""
     tiny = dataclasses.replace(pruning_accuracy.SETUPS["tiny"], steps=4, tune_steps=2)
@@ -121,7 +120,7 @@ def test_a_model_is_trained_written_and_read(tmp_path, monkeypatch, capsys):
     pruned_model.write(found)
     assert json.loads(pruned_model.FILE.read_text()) == found
     model = pruned_model.load.__wrapped__("tiny")
-    names = {"dense", "int8", "two_four", "tw 0.5", "tew 0.5"}
+    names = {"dense", "int8", "two_four", "tw 0.5", "tew 0.5", "tw24 0.75"}
     assert set(model.bits) == names
     assert all(0 < bits < 8.1 for bits in model.bits.values())
     assert abs(model.bits["int8"] - model.bits["dense"]) < 0.05

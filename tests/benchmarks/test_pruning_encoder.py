@@ -1,7 +1,6 @@
 """The pruned encoder at a tiny size: pairs of texts, and what becomes of the dense."""
 
 import numpy as np
-import pytest
 
 from benchmarks import pruning_encoder
 from benchmarks.measure.harness import Case, Measurement, NoMeasurement
@@ -31,7 +30,6 @@ def g():
     ]
 
 
-@pytest.mark.exhaustive  # the harness, as in `test_pruning_accuracy`
 def test_the_dense_model_is_the_measure_of_all():
     name = "tile_wise_permuted_sparsegpt"
     case = Case("tiny", {"sparsity": 0.75, "seed": 0})

@@ -13,6 +13,8 @@ from jaxscale.inference import EngineConfig, Overloaded
 from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.make import freeze_gc_heap
 from jaxscale.inference.engine.program_table import ProgramTable
+from jaxscale.inference.engine.scheduling.scheduler_output import KEY_BLOCK
+from pallas_kernels.varlen_attention import paged
 from tests.inference.engine.test_engine import PROMPTS, SETTINGS
 
 
@@ -49,6 +51,10 @@ def table(keys=(), adapted=False):
     made = ProgramTable([2, 128, 256], [(64, 512), (256, 512)], adapted=adapted)
     made.update(dict.fromkeys(keys, print))
     return made
+
+
+def test_programs_have_room_for_keys_in_the_blocks_that_attention_gathers():
+    assert KEY_BLOCK == paged.KEY_BLOCK
 
 
 def test_few_are_waited_for_and_do_everything(caplog):

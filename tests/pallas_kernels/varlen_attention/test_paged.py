@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 import tests.pallas_kernels.varlen_attention.stand_ins  # noqa: F401  registers them
-from jaxscale.inference.engine.scheduling import scheduler_output
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.varlen_attention import (
-    paged,
     paged_varlen_attention,
     varlen_attention_reference,
 )
@@ -140,10 +138,6 @@ def test_a_token_that_is_not_finite_reaches_its_own_sequence_alone():
         found = computed(implementation, made)
         assert np.isnan(found[:7]).all()
         assert relative_error(found[7:27], clean[7:27]) < RELATIVE[BF16]
-
-
-def test_the_engine_counts_keys_in_the_same_blocks():
-    assert paged.KEY_BLOCK == scheduler_output.KEY_BLOCK
 
 
 def test_pages_of_8_bits_are_gathered():
