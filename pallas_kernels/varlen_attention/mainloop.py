@@ -245,7 +245,12 @@ class ForwardMainloop:
         def follow() -> tuple[Any, ...]:
             alpha = jnp.exp2(shift)
             new = total * alpha + weights
-            return sums * self.spread(alpha), self.limit(m, new), new
+            moved = self.limit(m, new)
+            if self.on_demand:
+                # Only of queries that follow themselves: another one of the warp may be
+                # the next sequence's, and no bit of a query may depend on it.
+                moved = jnp.where(shift < 0, moved, limit)
+            return sums * self.spread(alpha), moved, new
 
         def stay() -> tuple[Any, ...]:
             return sums, limit, total + weights
