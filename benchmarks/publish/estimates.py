@@ -8,7 +8,8 @@ for other GPUs too. ``make tables`` writes the table into ``<!-- table:estimates
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from benchmarks.measure import records
 from jaxscale.training.hardware import peak_flops
@@ -44,8 +45,13 @@ class Work:
         return 1e6 * max(self.flops / peak, self.nbytes / MEMORY[gpu])
 
 
-def works() -> Iterator[Work]:
-    """A kernel or two of each op, in bfloat16."""
+def works(results: pathlib.Path) -> Iterator[Work]:
+    """A kernel or two of each op, in bfloat16.
+
+    Args:
+        results: folder of the result files of the H200, of which one says what pruning
+            kept.
+    """
     attention = {spec.name: spec for spec in ATTENTION}
     for name in ("dense_d128_l4096_causal", "bert_base_b16_l512"):
         spec = attention[name]
@@ -65,13 +71,7 @@ def works() -> Iterator[Work]:
         pairs = spec.batch * spec.visible * spec.num_heads
         flops, nbytes = 4 * spec.head_dim * pairs, spec.kv_bytes()
         yield Work(op="paged_attention", case=name, flops=flops, nbytes=nbytes)
-    spec = next(s for s in TILE_SPARSE if s.name == "llama3_8b_up_m4096_s75")
-    yield Work(
-        op="tile_sparse_matmul",
-        case=spec.name,
-        flops=2 * spec.m * spec.room * spec.n,
-        nbytes=2 * (spec.m * (spec.k + spec.n) + spec.room * spec.n),
-    )
+    yield tile_sparse(_rows(results, "tile_sparse_matmul"))
     quantized = {spec.name: spec for spec in QUANTIZED}
     for name in ("llama3_8b_gate_up_int8_m32", "llama3_8b_gate_up_int8_m2048"):
         spec = quantized[name]
@@ -85,6 +85,30 @@ def works() -> Iterator[Work]:
     yield Work(op="layer_norm", case=spec.name, flops=0, nbytes=4 * spec.t * spec.d)
 
 
+def tile_sparse(rows: Iterable[Mapping[str, Any]]) -> Work:
+    """The layers of a pruned model, or a layer of a spec where they have no row."""
+    params = {"M": 4096, "mask": "tw", "sparsity": 0.75}
+    for row in rows:
+        if row["case"] == "llama3_8b_up" and params.items() <= row["params"].items():
+            m, n, k, layers = (row["params"][x] for x in ("M", "N", "K", "layers"))
+            share = row["metrics"].get("multiplied")
+            if share:
+                return Work(
+                    op="tile_sparse_matmul",
+                    case="llama3_8b_up",
+                    flops=2 * m * n * k * layers * share,
+                    nbytes=2 * layers * (m * (n + k) + n * k * share),
+                    params=params,
+                )
+    spec = next(s for s in TILE_SPARSE if s.name == "llama3_8b_up_m4096_s75")
+    return Work(
+        op="tile_sparse_matmul",
+        case=spec.name,
+        flops=2 * spec.m * spec.room * spec.n,
+        nbytes=2 * (spec.m * (spec.k + spec.n) + spec.room * spec.n),
+    )
+
+
 def over_least(work: Work, results: pathlib.Path) -> float | None:
     """Time of the kernel in Triton on the H200 over the least time, if measured.
 
@@ -92,14 +116,17 @@ def over_least(work: Work, results: pathlib.Path) -> float | None:
         work: the kernel.
         results: folder of the result files of the H200.
     """
-    path = results / f"{work.op}.json"
-    rows = records.load(path)["rows"] if path.exists() else []
-    for row in rows:
-        same = all(row["params"].get(n) == x for n, x in work.params.items())
+    for row in _rows(results, work.op):
+        same = work.params.items() <= row["params"].items()
         chosen = row["case"] == work.case and row["implementation"] == "triton"
         if chosen and same and row["time_us"]:
             return row["time_us"] / work.least_us("H200")
     return None
+
+
+def _rows(results: pathlib.Path, op: str) -> list[Mapping[str, Any]]:
+    path = results / f"{op}.json"
+    return records.load(path)["rows"] if path.exists() else []
 
 
 def markdown(results: pathlib.Path) -> str:
@@ -110,7 +137,7 @@ def markdown(results: pathlib.Path) -> str:
     """
     head = ["op", "case", "MB", "GFLOP", *MEMORY, "Triton on the H200 / least"]
     lines = [f"| {' | '.join(head)} |", "|---|---|" + "---:|" * (len(head) - 2)]
-    for work in works():
+    for work in works(results):
         factor = over_least(work, results)
         times = [f"{(factor or 1.0) * work.least_us(gpu):.0f}" for gpu in MEMORY]
         if factor is None:
