@@ -134,14 +134,13 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("serving", "decode_layer"),
     (
         "serving",
-        "serving --case token_* --impl jaxscale torch_static_graphs torch_continuous "
-        "vllm",
+        "serving --case token_* --impl jaxscale torch_continuous vllm",
     ),
     ("serving", "serving --case token_*_tp2 --impl jaxscale low_latency xla_nccl"),
     (
         "serving",
         "serving --case constant_* poisson_* saturated --impl jaxscale "
-        "concurrent static torch_static_graphs torch_continuous --samples 1",
+        "concurrent static torch_continuous --samples 1",
     ),
     (
         "serving",
