@@ -82,6 +82,10 @@ def run(model, tokens, cu_seqlens=None, token_types=None):
     return model(tokens, cu_seqlens=cu_seqlens, token_types=token_types)
 
 
+def is_variable(node):
+    return isinstance(node, nnx.Variable)
+
+
 padded = jax.jit(EncoderModel.padded, static_argnames="token_budget")
 
 
@@ -95,6 +99,9 @@ def test_blocks_with_parameters_of_their_own(name):
     assert unstacked.unstacked().blocks is not None  # twice is as good as once
     shapes = [p.shape for p in jax.tree.leaves(unstacked.blocks[0])]
     assert shapes == [p.shape[1:] for p in jax.tree.leaves(model.blocks)]
+    for part in (unstacked.blocks[0], model.blocks):
+        for variable in jax.tree.leaves(part, is_leaf=is_variable):
+            assert len(logical_axes(variable)) == variable.ndim
     actual, expected = (run(m, TOKENS, BOUNDS) for m in (unstacked, model))
     assert relative_error(actual[:, :14], expected[:, :14]) < 1e-5
 
@@ -105,10 +112,7 @@ def test_parameters_are_counted_and_their_axes_named(name):
     model = jax.eval_shape(lambda: EncoderModel(config, head=MLM, rngs=nnx.Rngs(0)))
     sizes = [p.size for n, p in named(model).items() if not n.startswith("head.")]
     assert sum(sizes) == config.num_parameters()
-    variables, _ = jax.tree_util.tree_flatten_with_path(
-        model, is_leaf=lambda node: isinstance(node, nnx.Variable)
-    )
-    for path, variable in variables:
+    for path, variable in jax.tree.leaves_with_path(model, is_leaf=is_variable):
         axes = logical_axes(variable)
         assert len(axes) == variable.ndim, path
         assert len(fsdp_tp().spec(*axes)) == variable.ndim, path
