@@ -40,9 +40,7 @@ kept.
 Where the environment variable ``BENCHMARK_TRACES`` names a folder, ``jaxscale`` serves
 each case once more and leaves a timeline of its steps there, for Perfetto.
 
-``python -m benchmarks.serving bars`` measures on a small model what continuous batching
-must gain: see `serving_bars`. ``python -m benchmarks.serving server`` measures what
-HTTP costs: see `serving_http`.
+``python -m benchmarks.serving server`` measures what HTTP costs: see `serving_http`.
 """
 
 import atexit
@@ -476,12 +474,6 @@ if __name__ == "__main__":
         if (peak := _peak_gib(name)) is not None:
             result["metrics"]["peak_gib"] = peak
         print(json.dumps(result))
-    elif sys.argv[1:2] == ["bars"]:
-        from benchmarks.workloads import serving_bars, serving_policies
-
-        model = serving_policies.small_model()
-        bars = serving_bars.bars(model, requests=160, slots=8, shrink=4, rounds=3)
-        sys.exit(not bars.held)
     elif sys.argv[1:2] == ["server"]:
         from benchmarks.workloads import serving_http
 
