@@ -118,8 +118,8 @@ def _write_report(
         page.heading(title)
         shares = [100 * (i + 1) / len(values) for i in range(len(values))]
         line = title, sorted(values), shares
-        titles = {"x_title": "ms", "y_title": "% of values up to this"}
-        page.drawing(svg_plots.lines([line], **titles))
+        y_title = "% of values up to this"
+        page.drawing(svg_plots.lines([line], x_title="ms", y_title=y_title))
     steps = sorted([(o.sent, 1) for o in done] + [(o.events[-1], -1) for o in done])
     times, running, now = [], [], 0
     for at, step in steps:
