@@ -89,18 +89,23 @@ def config_of(params: Params) -> models.EncoderConfig:
 
 
 @functools.lru_cache(maxsize=BATCH)
-def random_model(config: models.EncoderConfig) -> models.EncoderModel:
-    """A model with random parameters in bf16.
+def random_model(
+    config: models.EncoderConfig,
+    head: models.HeadConfig | None = None,
+    param_dtype: Any = jnp.bfloat16,
+) -> models.EncoderModel:
+    """A model with random parameters, that computes in bf16.
 
     Biases and norms, which begin as zeros and ones, are random too.
     """
 
     def make(key: jax.Array) -> models.EncoderModel:
-        model = models.EncoderModel(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(key))
+        rngs = nnx.Rngs(key)
+        model = models.EncoderModel(config, head=head, dtype=jnp.bfloat16, rngs=rngs)
         leaves, tree = jax.tree.flatten(model)
         keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))
         noisy = [
-            (x + 0.02 * jax.random.normal(k, x.shape)).astype(jnp.bfloat16)
+            (x + 0.02 * jax.random.normal(k, x.shape)).astype(param_dtype)
             for x, k in zip(leaves, keys, strict=True)
         ]
         return jax.tree.unflatten(tree, noisy)

@@ -354,14 +354,6 @@ def _alone(params: Params, seed: int, samples: int) -> Measurement:
     raise NotImplementedError("`measure` times all implementations")
 
 
-def compare(params: Params, medians: Mapping[str, float]) -> Mapping[str, dict]:
-    """How much faster than the better of PyTorch's forms."""
-    graphs = [medians[name] for name in NAMES[1:] if name in medians]
-    if not graphs:
-        return {}
-    return {name: {"vs_torch_graphs": min(graphs) / t} for name, t in medians.items()}
-
-
 BENCHMARK = Benchmark(
     name="encoder_service",
     cases=[
@@ -383,7 +375,7 @@ BENCHMARK = Benchmark(
     inputs=lambda params, key: (),
     implementations={name: Custom(_alone) for name in NAMES},
     measure=measure,
-    compare=compare,
+    compare=encode.compare,
     time="wall",
     timing="wall time of a service, runs in turns",
     packages=encoder.BENCHMARK.packages,

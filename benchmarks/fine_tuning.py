@@ -17,7 +17,6 @@ the optimizer state, but not the parameters.
 """
 
 import contextlib
-import functools
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from benchmarks import encoder
 from benchmarks.measure import command, timing
@@ -57,29 +55,16 @@ MODES = {
 """Attention and mode of `torch.compile`, by name of the implementation."""
 
 
-@functools.lru_cache(maxsize=1)
-def random_model(config: models.EncoderConfig) -> models.EncoderModel:
+def random_model(params: Params) -> models.EncoderModel:
     """A classifier with random fp32 parameters."""
+    config = encoder.config_of(params)
     head = models.encoder_head(config, "sequence", labels=LABELS)
-
-    def make(key: jax.Array) -> models.EncoderModel:
-        model = models.EncoderModel(
-            config, head=head, dtype=jnp.bfloat16, rngs=nnx.Rngs(key)
-        )
-        leaves, tree = jax.tree.flatten(model)
-        keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))
-        noisy = [
-            x + 0.02 * jax.random.normal(k, x.shape)
-            for x, k in zip(leaves, keys, strict=True)
-        ]
-        return jax.tree.unflatten(tree, noisy)
-
-    return jax.jit(make)(jax.random.key(0))
+    return encoder.random_model(config, head, jnp.float32)
 
 
 def layers_apart(params: Params) -> models.EncoderModel:
     """The same, every layer by itself."""
-    return random_model(encoder.config_of(params)).unstacked()
+    return random_model(params).unstacked()
 
 
 def inputs(params: Params, key: jax.Array) -> tuple:
@@ -241,7 +226,7 @@ def _theirs(params: Params, name: str) -> Any:
     import transformers
 
     attention, _ = MODES[name]
-    model = random_model(encoder.config_of(params))
+    model = random_model(params)
     disentangled = model.config.relative is not None
     if disentangled and name in ("torch_sdpa", "torch_flash"):
         raise NotImplementedError("transformers has no fused DeBERTa attention")

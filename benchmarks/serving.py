@@ -14,11 +14,10 @@ weights that are there, and has all its programs after ``compile_seconds``; vLLM
 its ``compile_seconds`` to answer.
 
 - ``jaxscale``: requests join and leave at every token.
-- ``concurrent``, ``serial``, ``static``, ``windowed``: see `serving_policies`. The
-  first stands for the baseline of Flover's paper, the last for dynamic batching that
-  waits up to ``window_s``.
-- ``torch_static``, ``torch_static_graphs``, ``torch_continuous``,
-  ``torch_continuous_compile``: see `torch_serving`.
+- ``concurrent``, ``static``, ``windowed``: see `serving_policies`. The first stands for
+  the baseline of Flover's paper, the last for dynamic batching that waits up to
+  ``window_s``.
+- ``torch_continuous``: see `torch_serving`.
 - ``vllm``: vLLM with as many slots as ours; see `vllm_serving`, which says how it is
   found.
 
@@ -41,9 +40,7 @@ kept.
 Where the environment variable ``BENCHMARK_TRACES`` names a folder, ``jaxscale`` serves
 each case once more and leaves a timeline of its steps there, for Perfetto.
 
-``python -m benchmarks.serving bars`` measures on a small model what continuous batching
-must gain: see `serving_bars`. ``python -m benchmarks.serving server`` measures what
-HTTP costs: see `serving_http`.
+``python -m benchmarks.serving server`` measures what HTTP costs: see `serving_http`.
 """
 
 import atexit
@@ -73,15 +70,10 @@ from benchmarks.workloads.serving_model import SMALL, config_of, random_model
 from jaxscale.observability.trace_events import write_events
 
 
-OURS = ("jaxscale", "concurrent", "serial", "static", "windowed")
+OURS = ("jaxscale", "concurrent", "static", "windowed")
 SUMS = {"low_latency": "low_latency", "xla_nccl": "xla"}
 """`EngineConfig.all_reduce` of ours on several GPUs; of the others it is None."""
-TORCH = (
-    "torch_static",
-    "torch_static_graphs",
-    "torch_continuous",
-    "torch_continuous_compile",
-)
+TORCH = "torch_continuous"
 _STEPS = 64  # of a token's time
 _WARM = 16  # tokens of an answer, where the first ones are enough to warm up
 _LONGEST_START = 900.0  # seconds, after which a program has failed to compile
@@ -89,7 +81,7 @@ _SOLO = 4  # requests that also run by themselves
 _PROGRAMS = "BENCHMARK_PROGRAMS"  # names a folder of compiled programs
 _TRACES = "BENCHMARK_TRACES"  # names a folder of timelines
 _TRACED = ("model", "workload", "gap_ms", "slots", "batch", "context", "weights", "tp")
-_MANY = 64  # requests that are too many to run one after another, or on instances
+_MANY = 64  # requests that are too many to run on instances of their own
 
 
 def parts_of(params: Params) -> Any:
@@ -175,8 +167,10 @@ def _started(
         model = models.quantize(model, params["weights"])
     slots: Any = max(2, 1 << (params.get("batch", 1) - 1).bit_length())
     slots = params.get("slots", slots)
-    sizes = {"concurrent": 2, "serial": 2}
-    slots = None if slots == "default" else sizes.get(policy, slots)
+    if slots == "default":
+        slots = None
+    elif policy == "concurrent":
+        slots = 2
     step = "context" in params  # which needs few programs
     buckets = None if policy == "jaxscale" and not step else [slots]
     more: dict[str, Any] = {"program_cache": os.environ.get(_PROGRAMS)}
@@ -205,9 +199,8 @@ def _started(
             return policies.continuous(engine, load)
         if policy == "concurrent":
             return policies.concurrent_instances(engines, load)
-        batch = 1 if policy == "serial" else slots
         window = params["window_s"] if policy == "windowed" else 0.0
-        return policies.static(engine, load, batch, window)
+        return policies.static(engine, load, slots, window)
 
     return engines, run, costs
 
@@ -254,7 +247,7 @@ def _timed(
 
 def _peak_gib(name: str) -> float | None:
     """Most device memory of this process, weights among it, where it is known."""
-    if name in TORCH:
+    if name == TORCH:
         import torch
 
         return torch.cuda.max_memory_allocated() / 2**30
@@ -295,9 +288,7 @@ def _serve_torch(policy: str, params: dict[str, Any], seed: int, samples: int) -
     }
     batch = params["batch"] if "context" in params else params["slots"]
     loads = [dataclasses.asdict(load)] * samples
-    runs, compile_seconds = torch_serving.measure(
-        policy.removeprefix("torch_"), shape, loads, batch, seed, _WARM
-    )
+    runs, compile_seconds = torch_serving.measure(shape, loads, batch, seed, _WARM)
     costs = {"compile_seconds": compile_seconds}
     if "context" in params:
         return {"seconds": [token_seconds(run) for run in runs], "metrics": costs}
@@ -365,9 +356,9 @@ def _refused(params: Any, name: str) -> str | None:
         return "a step is the same however requests are served"
     if name in SUMS and "tp" not in params:
         return "there is nothing to sum on one GPU"
-    if "tp" in params and name in TORCH:
+    if "tp" in params and name == TORCH:
         return "transformers runs on one GPU here"
-    if "weights" in params and name in TORCH:
+    if "weights" in params and name == TORCH:
         return "weights of 8 bits and sparse ones are ours"
     if is_pruned(params) and name == "vllm":
         return "vLLM has no tile-wise sparse weights"
@@ -375,7 +366,7 @@ def _refused(params: Any, name: str) -> str | None:
         return "vLLM rounds no weights to int8 by itself"
     if params.get("slots") == "default" and name not in ("jaxscale", "vllm"):
         return "it has no number of slots of its own"
-    if params.get("requests", 0) > _MANY and name in ("concurrent", "serial"):
+    if params.get("requests", 0) > _MANY and name == "concurrent":
         return f"it is run with at most {_MANY} requests"
     return None
 
@@ -384,7 +375,7 @@ def _in_child(name: str) -> Custom:
     """Run an implementation in a process of its own."""
 
     def measure(params: Any, seed: int, samples: int) -> Measurement:
-        if name.startswith("torch_") and not timing.torch_is_there():
+        if name == TORCH and not timing.torch_is_there():
             raise NotImplementedError("torch with a GPU is not installed")
         if refused := _refused(params, name):
             raise NotImplementedError(refused)
@@ -392,7 +383,7 @@ def _in_child(name: str) -> Custom:
             return _serve_vllm(params, seed, samples)
         job = json.dumps([name, dict(params), seed, samples])
         environment = {_PROGRAMS: _programs(), **os.environ}
-        if name not in TORCH:
+        if name != TORCH:
             # One piece of memory, as servers have it: in pieces that grow as needed,
             # half of a GPU may not be free in one.
             environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
@@ -459,7 +450,7 @@ BENCHMARK = Benchmark(
     kernels=("paged_attention", "varlen_attention", "tile_sparse_matmul"),
     runs=lambda case, name, op: op != "tile_sparse_matmul" or is_pruned(case.params),
     inputs=lambda params, key: (),
-    implementations={name: _in_child(name) for name in (*OURS, *SUMS, *TORCH, "vllm")},
+    implementations={name: _in_child(name) for name in (*OURS, *SUMS, TORCH, "vllm")},
     metrics=metrics,
     time="wall",
     devices=lambda params: params.get("tp", 1),
@@ -472,7 +463,7 @@ BENCHMARK = Benchmark(
 
 _KINDS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys((*OURS, *SUMS), _serve_ours),
-    **dict.fromkeys(TORCH, _serve_torch),
+    TORCH: _serve_torch,
 }
 
 
@@ -483,12 +474,6 @@ if __name__ == "__main__":
         if (peak := _peak_gib(name)) is not None:
             result["metrics"]["peak_gib"] = peak
         print(json.dumps(result))
-    elif sys.argv[1:2] == ["bars"]:
-        from benchmarks.workloads import serving_bars, serving_policies
-
-        model = serving_policies.small_model()
-        bars = serving_bars.bars(model, requests=160, slots=8, shrink=4, rounds=3)
-        sys.exit(not bars.held)
     elif sys.argv[1:2] == ["server"]:
         from benchmarks.workloads import serving_http
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +40,6 @@ from tests.training import test_step, toy
 
 
 P = jax.sharding.PartitionSpec
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the plugin that compiles is for Linux"
-)
 
 
 @pytest.mark.parametrize(

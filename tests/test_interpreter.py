@@ -197,24 +197,36 @@ def test_reduction_into_what_is_not_yet_cleared_is_a_race():
         fn(values(32)).block_until_ready()
 
 
-def matmul(body, a, b, scratch, **kernel):
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), F32),
-        scratch_types=scratch,
-        **kernel,
-    )(a, b)
-
-
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 BF16 = jnp.bfloat16
 
 
-def test_wgmma_with_registers():
+def square_matmul(compute, **options):
+    """Operands of 64 x 64, and what ``compute(load, a_smem, b_smem, o_ref)`` makes."""
+
     def body(a_ref, b_ref, o_ref, a_smem, b_smem, barrier):
-        plgpu.copy_gmem_to_smem(a_ref, a_smem, barrier)
-        plgpu.copy_gmem_to_smem(b_ref, b_smem, barrier)
-        plgpu.barrier_wait(barrier)
+        def load():
+            plgpu.copy_gmem_to_smem(a_ref, a_smem, barrier)
+            plgpu.copy_gmem_to_smem(b_ref, b_smem, barrier)
+            plgpu.barrier_wait(barrier)
+
+        compute(load, a_smem, b_smem, o_ref)
+
+    a, b = values(64, 64, BF16), values(64, 64, BF16, seed=1)
+    tile = plgpu.SMEM((64, 64), BF16, transforms=TILED)
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, 64), F32),
+        scratch_types=[tile, tile, plgpu.Barrier(num_arrivals=2)],
+    )
+    with interpret_mosaic_gpu(detect_races=True, **options) as run:
+        out = np.asarray(kernel(a, b))
+    return np.asarray(a, np.float32), np.asarray(b, np.float32), out, run
+
+
+def test_wgmma_with_registers():
+    def compute(load, a_smem, b_smem, o_ref):
+        load()
         a = plgpu.load(a_smem, layout=plgpu.Layout.WGMMA)
 
         def scope(acc):
@@ -224,14 +236,8 @@ def test_wgmma_with_registers():
 
         o_ref[...] = pl.run_scoped(scope, plgpu.ACC((64, 64), F32))
 
-    a, b = values(64, 64, BF16), values(64, 64, BF16, seed=1)
-    tile = plgpu.SMEM((64, 64), BF16, transforms=TILED)
-    with interpret_mosaic_gpu(detect_races=True):
-        out = np.asarray(
-            matmul(body, a, b, [tile, tile, plgpu.Barrier(num_arrivals=2)])
-        )
-    want = 3 * (np.asarray(a, np.float32) @ np.asarray(b, np.float32))
-    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-4)
+    a, b, out, _ = square_matmul(compute)
+    np.testing.assert_allclose(out, 3 * (a @ b), rtol=1e-5, atol=1e-4)
 
 
 def test_two_views_of_the_same_bytes():
@@ -299,10 +305,8 @@ def test_views_of_other_bytes_stay_apart():
 
 @pytest.mark.parametrize("how", ["run_state", "store"])
 def test_accumulator_that_starts_with_a_value(how):
-    def body(a_ref, b_ref, o_ref, a_smem, b_smem, barrier):
-        plgpu.copy_gmem_to_smem(a_ref, a_smem, barrier)
-        plgpu.copy_gmem_to_smem(b_ref, b_smem, barrier)
-        plgpu.barrier_wait(barrier)
+    def compute(load, a_smem, b_smem, o_ref):
+        load()
         start = plgpu.load(a_smem, layout=plgpu.Layout.WGMMA).astype(F32)
 
         def multiply(acc):
@@ -318,24 +322,13 @@ def test_accumulator_that_starts_with_a_value(how):
         else:
             o_ref[...] = pl.run_scoped(stored, plgpu.ACC((64, 64), F32))
 
-    a, b = values(64, 64, BF16), values(64, 64, BF16, seed=1)
-    tile = plgpu.SMEM((64, 64), BF16, transforms=TILED)
-    with interpret_mosaic_gpu(detect_races=True):
-        out = np.asarray(
-            matmul(body, a, b, [tile, tile, plgpu.Barrier(num_arrivals=2)])
-        )
-    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    a, b, out, _ = square_matmul(compute)
     np.testing.assert_allclose(out, a + a @ b, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_reusing_an_operand_before_wgmma_wait_is_a_race(waits):
-    def body(a_ref, b_ref, o_ref, a_smem, b_smem, barrier):
-        def load():
-            plgpu.copy_gmem_to_smem(a_ref, a_smem, barrier)
-            plgpu.copy_gmem_to_smem(b_ref, b_smem, barrier)
-            plgpu.barrier_wait(barrier)
-
+    def compute(load, a_smem, b_smem, o_ref):
         def scope(acc):
             load()
             plgpu.wgmma(acc, a_smem, b_smem)
@@ -347,11 +340,8 @@ def test_reusing_an_operand_before_wgmma_wait_is_a_race(waits):
 
         o_ref[...] = pl.run_scoped(scope, plgpu.ACC((64, 64), F32))
 
-    a, b = values(64, 64, BF16), values(64, 64, BF16, seed=1)
-    tile = plgpu.SMEM((64, 64), BF16, transforms=TILED)
-    with interpret_mosaic_gpu(detect_races=True, allow_races=True) as run:
-        matmul(body, a, b, [tile, tile, plgpu.Barrier(num_arrivals=2)])
-        assert run.races_found != waits
+    *_, run = square_matmul(compute, allow_races=True)
+    assert run.races_found != waits
 
 
 def test_inline_stand_in():

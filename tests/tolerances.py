@@ -41,6 +41,21 @@ def error_on_gpu(actual: jax.Array, reference: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(jnp.isnan(difference)), jnp.nan, error)
 
 
+def assert_same_gradients(actual, expected, tolerance=1e-5) -> None:
+    """Within `tolerance` of the largest: some gradients are zero but for rounding."""
+    scale = max(np.abs(g).max() for g in jax.tree.leaves(expected))
+    leaves = jax.tree.leaves_with_path(expected)
+    for (path, exact), grad in zip(leaves, jax.tree.leaves(actual), strict=True):
+        error = float(np.abs(np.asarray(grad) - np.asarray(exact)).max())
+        assert error <= tolerance * scale, jax.tree_util.keystr(path)
+
+
+def assert_same_step(actual, expected, tolerance=1e-5) -> None:
+    """A loss and its gradients."""
+    np.testing.assert_allclose(actual[0], expected[0], rtol=tolerance)
+    assert_same_gradients(actual[1], expected[1], tolerance)
+
+
 @jax.jit
 def num_different(actual: jax.Array, expected: jax.Array) -> jax.Array:
     """How many elements differ in any bit, NaN too; counted where the arrays are."""

@@ -56,20 +56,15 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None) -> int:
     progress, clocks = _Progress(chosen), Clocks()
     shown, wrong = [], []
     for case, results in _measured(benchmark, chosen, names, samples):
-        held_back = (share := clocks.held_back()) > HELD_BACK
-        if held_back:
+        if (share := clocks.held_back()) > HELD_BACK:
             results = _held_back(results, share)
         each = progress.passed(case) / max(len(results), 1)
         rows, bad = _report(benchmark, case, results, each)
         wrong += bad
-        if write:  # after each case: a later one may run out of time
-            if rows:
-                new = _record(benchmark, rows, samples, head, argv)
-                selects = args.impl or args.skip
-                _write(benchmark, new, args.out, names if selects else None)
-            if args.attempts and not held_back:  # another host may do better
-                gone = results.keys() - {row["implementation"] for row in rows}
-                records.note_attempt(args.attempts, head, benchmark.name, case, gone)
+        if write and rows:  # after each case: a later one may run out of time
+            new = _record(benchmark, rows, samples, head, argv)
+            selects = args.impl or args.skip
+            _write(benchmark, new, args.out, names if selects else None)
         shown += rows
         progress.show()
     if shown:
@@ -226,7 +221,6 @@ def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
     add("--samples", type=int, help=f"times per implementation ({benchmark.samples})")
     add("--commit", help="the commit measured, where there is no git")
     add("--out", type=pathlib.Path, default=records.RESULTS, help="folder of results")
-    add("--attempts", type=pathlib.Path, help="file that notes what gave no row")
     return parser
 
 
@@ -310,7 +304,7 @@ def _without_paths(argv: Sequence[str]) -> list[str]:
     kept, skip = [], False
     for argument in argv:
         name = argument.split("=")[0]
-        if skip or name in ("--out", "--commit", "--attempts"):
+        if skip or name in ("--out", "--commit"):
             skip = not skip and argument == name
         else:
             kept.append(argument)

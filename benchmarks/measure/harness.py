@@ -77,9 +77,6 @@ PACKAGES: Mapping[str, Sequence[str]] = {
 }
 """What rivals are made of, by patterns of their names; the first that fits counts."""
 
-OPTIONAL = ("tokamax", "flash-attn", "flash-attn-4", "flashdeberta", "vllm")
-"""Packages whose rivals are measured only where they are installed."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:

@@ -296,36 +296,6 @@ def add(new: Record, path: pathlib.Path, replaced: Sequence[str] | None) -> None
         os.close(folder)
 
 
-Attempt = tuple[str, str, str, str]
-"""Benchmark, case, params and implementation of what gave no row."""
-
-
-def note_attempt(
-    path: pathlib.Path, commit: str, benchmark: str, case: Any, names: Iterable[str]
-) -> None:
-    """Append that implementations gave no row of a case at a commit."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    head = {"commit": commit, "benchmark": benchmark, "case": case.name}
-    one = head | {"params": dict(case.params)}
-    # A line that was cut off is ended first, and so spoils no other.
-    lines = [json.dumps(one | {"implementation": name}) for name in names]
-    with open(path, "a", encoding="utf-8") as file:
-        file.write("".join(f"\n{line}\n" for line in lines))
-
-
-def attempts(path: pathlib.Path, commit: str) -> frozenset[Attempt]:
-    """What was noted at a commit; a line that a cut has damaged says nothing."""
-    found = set()
-    for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
-        try:
-            one = json.loads(line) if line else {"commit": None}
-            if one["commit"] == commit:
-                found.add((one["benchmark"], *identity(one), one["implementation"]))
-        except (ValueError, TypeError, KeyError):
-            print(f"{path}: a damaged line is left out", file=sys.stderr)
-    return frozenset(found)
-
-
 def drop(path: pathlib.Path) -> int:
     """Take out rows of cases and implementations that there are no longer.
 

@@ -9,7 +9,6 @@ them alone would be compared with times of another day.
 
 import dataclasses
 import functools
-import json
 import pathlib
 import shlex
 import statistics
@@ -19,7 +18,7 @@ from typing import Any
 import jax
 
 from benchmarks.measure import command, comparison, records
-from benchmarks.measure.harness import OPTIONAL, Benchmark, Case, installed_version
+from benchmarks.measure.harness import Benchmark, Case, installed_version
 from benchmarks.publish import headlines, pruned_speed, tables
 from benchmarks.publish.stale import History, load_benchmark, ours
 
@@ -27,7 +26,7 @@ from benchmarks.publish.stale import History, load_benchmark, ours
 ROOT = tables.ROOT
 
 SLOW = "slower than a larger problem"
-FRESH, MISSING, TRIED, AGAIN = "fresh", "missing", "tried", "again"
+FRESH, MISSING = "fresh", "missing"
 """States of a row; every other says why it is stale."""
 
 SECONDS = {
@@ -75,12 +74,7 @@ class Due:
     @property
     def rows(self) -> list[str]:
         """Implementations whose rows are missing or stale."""
-        return [n for n, state in self.states.items() if state not in (FRESH, TRIED)]
-
-    @property
-    def names(self) -> list[str]:
-        """Implementations that run: all that may give a row."""
-        return [name for name, state in self.states.items() if state != TRIED]
+        return [name for name, state in self.states.items() if state != FRESH]
 
     def __str__(self) -> str:
         selected = "".join(
@@ -100,8 +94,6 @@ def plan(
     lines: Sequence[tuple[str, str]],
     folders: Sequence[pathlib.Path],
     history: History,
-    tried: frozenset[records.Attempt],
-    commit: str | None = None,
     *,
     stored_only: bool = False,
 ) -> list[Due]:
@@ -114,9 +106,6 @@ def plan(
         lines: Topic and command line of each benchmark, the most important first.
         folders: Of a device's result files; where two have a row, the last counts.
         history: Decides what is stale.
-        tried: What gave no row at this commit.
-        commit: Whose rows of PyTorch are not measured again for being slower than a
-            larger problem of theirs.
         stored_only: Leaves out what has no row yet: a device beside the one that all
             rows are wanted of.
 
@@ -137,16 +126,10 @@ def plan(
         for implementation in wanted:
             key = (*_identity(case), implementation)
             row = rows.get(key)
-            states[implementation] = (
-                TRIED
-                if (name, *key) in tried and row is None
-                else _state(benchmark, case, row, history)
-            )
-            old = row is None or row["commit"] != commit
-            if states[implementation] == FRESH and key in slow[name] and old:
+            states[implementation] = _state(benchmark, case, row, history)
+            if states[implementation] == FRESH and key in slow[name]:
                 states[implementation] = SLOW
-            if states[implementation] != TRIED:
-                seconds += _seconds(benchmark, key, rows)
+            seconds += _seconds(benchmark, key, rows)
         ranks = [rank for rank, shows in shown if shows(benchmark, case)]
         found.append(
             Due(
@@ -292,109 +275,7 @@ def _shows(
     )
 
 
-# --- Files and commands ---------------------------------------------------------------
-
-
-def save(found: Sequence[Due], path: pathlib.Path) -> None:
-    """Write a plan, for a machine that has no git."""
-    rows = [
-        {
-            "benchmark": due.benchmark.name,
-            "case": due.case.name,
-            "params": dict(due.case.params),
-            "states": dict(due.states),
-            "samples": due.samples,
-            "topic": due.topic,
-            "seconds": due.seconds,
-            "cited": due.cited,
-        }
-        for due in found
-    ]
-    records.replace(path, json.dumps(rows, indent=1) + "\n")
-
-
-def load(
-    path: pathlib.Path,
-    folders: Sequence[pathlib.Path],
-    commit: str,
-    tried: frozenset[records.Attempt],
-) -> list[Due]:
-    """Read a plan; what was measured or tried at `commit` since is no longer due.
-
-    Raises:
-        ValueError: the file is no plan, or one of other cases than there are.
-    """
-    found = []
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(rows, list):
-            raise ValueError("it is no list")
-        for row in rows:
-            name = row.pop("benchmark")
-            case = Case(row.pop("case"), row.pop("params"))
-            benchmark = load_benchmark(name)
-            if _identity(case) not in map(_identity, benchmark.cases):
-                raise ValueError(f"{name} has no case {case.name!r} {case.params}")
-            found.append(Due(benchmark=benchmark, case=case, **row))
-    except (TypeError, KeyError, AttributeError, ImportError, ValueError) as error:
-        raise ValueError(
-            f"{path} is no plan of these benchmarks ({error}); write it again with "
-            "--save"
-        ) from error
-    return since(found, folders, commit, tried)
-
-
-def possible(found: Sequence[Due], awaited: Sequence[str] = ()) -> list[Due]:
-    """The same without rivals that are not installed here, but those awaited.
-
-    Args:
-        found: A plan.
-        awaited: Packages that the machine that measures will have.
-    """
-    optional = {*OPTIONAL} - {*awaited}
-
-    def able(due: Due) -> Due:
-        own = {
-            name: optional & {*due.benchmark.packages_of(name)} for name in due.names
-        }
-        names = [name for name in own if all(map(installed_version, own[name]))]
-        states = {n: s if n in names else TRIED for n, s in due.states.items()}
-        seconds = due.seconds * len(names) / max(len(own), 1)
-        return dataclasses.replace(due, states=states, seconds=seconds)
-
-    return [able(due) for due in found]
-
-
-def again(found: Sequence[Due]) -> list[Due]:
-    """The same with every row due."""
-    return [
-        dataclasses.replace(due, states=dict.fromkeys(due.states, AGAIN))
-        for due in found
-    ]
-
-
-def since(
-    found: Sequence[Due],
-    folders: Sequence[pathlib.Path],
-    commit: str,
-    tried: frozenset[records.Attempt],
-) -> list[Due]:
-    """The same with what was measured, or tried, at `commit`."""
-    stored = {
-        name: _stored(name, folders) for name in {due.benchmark.name for due in found}
-    }
-
-    def state(due: Due, implementation: str) -> str:
-        name, key = due.benchmark.name, (*_identity(due.case), implementation)
-        row = stored[name].get(key)
-        if row is not None and row["commit"] == commit:
-            return FRESH
-        return TRIED if (name, *key) in tried else due.states[implementation]
-
-    return [
-        dataclasses.replace(due, states={n: state(due, n) for n in due.states})
-        for due in found
-    ]
+# --- Commands -------------------------------------------------------------------------
 
 
 def selection(benchmark: Benchmark, cases: Sequence[Case]) -> list[str]:
@@ -415,7 +296,7 @@ def processes(found: Sequence[Due]) -> Iterator[tuple[list[str], list[Due]]]:
     """
 
     def kind(due: Due) -> tuple:
-        return due.benchmark.name, due.names, due.samples, due.gpus
+        return due.benchmark.name, [*due.states], due.samples, due.gpus
 
     todo = list(found)
     while todo:
@@ -435,7 +316,7 @@ def processes(found: Sequence[Due]) -> Iterator[tuple[list[str], list[Due]]]:
             if len(whole) == len(trial) and _total(whole) <= LONGEST:
                 chosen = whole
         arguments = selection(first.benchmark, [due.case for due in chosen])
-        arguments += ["--impl", *first.names]
+        arguments += ["--impl", *first.states]
         arguments += ["--samples", str(first.samples)] if first.samples else []
         yield arguments, chosen
         todo = [due for due in todo if due not in chosen]

@@ -6,7 +6,7 @@ request may join:
 - `continuous`: at the next decode step.
 - `static`: a batch is formed of those that wait, its shape is fixed, and the next
   begins when its longest request has ended. With a window it waits for more, as
-  "dynamic batching" does; with a batch of one it is serial execution.
+  "dynamic batching" does.
 - `concurrent`: every request has an instance of the model's state of its own, and all
   instances run side by side. It stands for the baseline of Flover's paper, instances of
   FasterTransformer. The weights are shared, which is generous, and the device takes the

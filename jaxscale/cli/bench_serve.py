@@ -101,7 +101,8 @@ def _write_report(
     figures: Mapping[str, float | int],
     outcomes: Sequence[Outcome],
 ) -> None:
-    from jaxscale.observability.html_report import Report, Series
+    from jaxscale.observability import svg_plots
+    from jaxscale.observability.html_report import Report
 
     page = Report(f"Load of {config.workload} on {config.url}")
     page.facts(dict(figures))
@@ -116,8 +117,9 @@ def _write_report(
             continue
         page.heading(title)
         shares = [100 * (i + 1) / len(values) for i in range(len(values))]
-        line = Series(name=title, x=sorted(values), y=shares)
-        page.plot([line], x_title="ms", y_title="% of values up to this")
+        line = title, sorted(values), shares
+        y_title = "% of values up to this"
+        page.drawing(svg_plots.lines([line], x_title="ms", y_title=y_title))
     steps = sorted([(o.sent, 1) for o in done] + [(o.events[-1], -1) for o in done])
     times, running, now = [], [], 0
     for at, step in steps:
@@ -126,6 +128,6 @@ def _write_report(
         running.append(now)
     if times:
         page.heading("Requests under way")
-        line = Series(name="requests", x=times, y=running)
-        page.plot([line], x_title="s", y_title="requests")
+        line = "requests", times, running
+        page.drawing(svg_plots.lines([line], x_title="s", y_title="requests"))
     page.write(path)

@@ -325,20 +325,7 @@ class EncoderConfig:
         batch_size: int | None = None,
         num_tokens: int | None = None,
     ) -> None:
-        """Check, before anything is compiled, that the model divides over a mesh.
-
-        A vocabulary need not: tables are padded (`jaxscale.models.vocabulary`).
-
-        Args:
-            mesh_sizes: Size of each mesh axis, as ``dict(mesh.shape)``.
-            rules: Mesh axes of each logical axis.
-            batch_size: Global batch size, checked if given.
-            num_tokens: Tokens per row, checked if given.
-
-        Raises:
-            ValueError: the rules use an axis that the mesh lacks, or a size is not
-                divisible by the mesh axes that it is split over.
-        """
+        """As `DecoderConfig.check_mesh`; `num_tokens` are those of a row."""
         heads = ("heads", "act_heads", "kv_heads", "act_kv_heads")
         layers = self.num_blocks - self.separate_first
         divided: list[Divided] = [

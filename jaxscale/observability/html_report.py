@@ -4,7 +4,6 @@ The file is self-contained and small: plots are SVG elements, so it opens in a b
 without a network and can be mailed.
 """
 
-import dataclasses
 import html
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -41,24 +40,6 @@ pre { background: #f4f6f9; padding: .8rem; white-space: pre-wrap; }
   svg:not(.plot) { background: #fff; }
 }
 """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Series:
-    """One line of a plot."""
-
-    name: str
-    """Label in the legend."""
-    x: Sequence[float]
-    """Horizontal positions."""
-    y: Sequence[float]
-    """Values, as many as `x`."""
-
-    def __post_init__(self) -> None:
-        if len(self.x) != len(self.y):
-            raise ValueError(
-                f"series {self.name!r} has {len(self.x)} x and {len(self.y)} y values"
-            )
 
 
 class Report:
@@ -149,66 +130,11 @@ class Report:
         self._parts.append(table)
 
     def drawing(self, svg: str) -> None:
-        """A picture; if wider than the page, it can be scrolled.
+        """An ``<svg>`` element, such as one of `svg_plots`, put into the page as it is.
 
-        Args:
-            svg: The picture as an ``<svg>`` element, put into the page as it is.
+        If wider than the page, it can be scrolled.
         """
         self._parts.append(f"<div class='wide'>{svg}</div>")
-
-    def plot(
-        self,
-        series: Sequence[Series],
-        *,
-        x_title: str,
-        y_title: str,
-        log_y: bool = False,
-    ) -> None:
-        """A line plot.
-
-        Args:
-            series: The lines.
-            x_title: Title of the horizontal axis, with the unit.
-            y_title: Title of the vertical axis, with the unit.
-            log_y: True makes the vertical axis logarithmic.
-        """
-        drawing = svg_plots.lines(
-            [(s.name, s.x, s.y) for s in series],
-            x_title=x_title,
-            y_title=y_title,
-            log_y=log_y,
-        )
-        self.drawing(drawing)
-
-    def bars(self, series: Sequence[Series], *, x_title: str, y_title: str) -> None:
-        """A bar chart, for example a histogram.
-
-        Args:
-            series: One color of bars each; `x` are their centers, `y` their heights.
-            x_title: Title of the horizontal axis, with the unit.
-            y_title: Title of the vertical axis, with the unit.
-        """
-        drawn = [(s.name, s.x, s.y) for s in series]
-        self.drawing(svg_plots.bars(drawn, x_title=x_title, y_title=y_title))
-
-    def image(
-        self,
-        values: Sequence[Sequence[float]],
-        *,
-        shape: tuple[int, int],
-        x_title: str,
-        y_title: str,
-    ) -> None:
-        """An image in shades of one color, its first row on top.
-
-        Args:
-            values: Rows of shares that are kept, from 0 (white) to 1.
-            shape: Rows and columns of what the image stands for, which the axes count.
-            x_title: Title of the columns.
-            y_title: Title of the rows.
-        """
-        drawing = svg_plots.image(values, shape=shape, x_title=x_title, y_title=y_title)
-        self.drawing(drawing)
 
     def extend(self, other: "Report") -> None:
         """Append the parts of another report, whose title is dropped."""
@@ -249,11 +175,12 @@ def add_steps(report: Report, records: Sequence[Mapping[str, Any]]) -> None:
         series = []
         for name, label in names.items():
             known = [r for r in records if r.get(name) is not None]
-            x, y = [r["step"] for r in known], [r[name] for r in known]
             if known:
-                series.append(Series(name=label, x=x, y=y))
+                values = [r[name] for r in known]
+                series.append((label, [r["step"] for r in known], values))
         if series:
-            report.plot(series, x_title="step", y_title=y_title)
+            plot = svg_plots.lines(series, x_title="step", y_title=y_title)
+            report.drawing(plot)
 
 
 def _cell(value: str | float) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.observability.html_report import Report, Series, add_steps
+from jaxscale.observability import svg_plots
+from jaxscale.observability.html_report import Report, add_steps
 from jaxscale.pruning import (
     DENSE_ABOVE,
     LayerReport,
@@ -90,12 +91,13 @@ def add_to_report(report: Report, pruned: Pruned, bytes_per_token: float) -> Non
             "features, columns output features."
         )
         image = picture(mask, size=128)
-        report.image(
+        drawing = svg_plots.image(
             image.tolist(),
             shape=(mask.shape[0], mask.shape[1]),
             x_title="columns of the weight (outputs)",
             y_title="rows of the weight (inputs)",
         )
+        report.drawing(drawing)
 
 
 def _add_losses(report: Report, pruned: Pruned, bytes_per_token: float) -> None:
@@ -181,9 +183,10 @@ def _add_tiles(report: Report, layers: list[LayerReport]) -> None:
         return
     counts, edges = np.histogram(np.concatenate(shares), bins=20, range=(0, 1))
     middles = (edges[1:] + edges[:-1]) / 2
-    bars = Series(name="tiles", x=middles.tolist(), y=counts.tolist())
+    bars = "tiles", middles.tolist(), counts.tolist()
+    titles = {"x_title": "share of the rows that are kept", "y_title": "tiles"}
     report.text("How full the tiles are, over all layers:")
-    report.bars([bars], x_title="share of the rows that are kept", y_title="tiles")
+    report.drawing(svg_plots.bars([bars], **titles))
 
 
 def _range(rows: np.ndarray | None) -> str:

@@ -21,22 +21,13 @@ matmul    left, scales along          right, scales along
 
 With one scale per tensor ("fp8_tensorwise") the forms differ only by a transposition.
 
-With a scale per row, what is computed for a matmul alone (a norm, a gated product, its
-gradients) is rounded in the pass that computes it, and weights that are stored in parts
-(FSDP) are all-gathered in fp8.
+Operands whose matmuls a fused kernel adds up share one scale per row. What is rounded
+where, and sent in which type, is in ``docs/fp8.md``.
 
-Tokens are all-gathered in fp8, and partial sums reduce-scattered in the type of the
-computation. With ``tensor_parallel="fused"`` these matmuls are those of
-`pallas_kernels.collective_matmul`, forward and backward: kernels where they were tuned
-and are not slower, otherwise XLA. Operands whose matmuls such a kernel adds up share
-one scale per row.
-
-Scales are powers of two, so a value keeps its mantissa when it is rescaled, unless it
-is so small that it loses bits at the bottom of the range. Therefore activations are
-saved for the backward pass in fp8, half the size of bf16; operands are rounded once
-although they are scaled twice (`pallas_kernels.fp8_operands`); sharded operands get the
-values that a single device would compute; and the two kinds of scales differ only for
-values thousands of times (E4M3: 2^14) smaller than the largest of their operand.
+Scales are powers of two, so a value keeps its mantissa when it is rescaled. Therefore
+activations are saved for the backward pass in fp8, operands are rounded once although
+they are scaled twice (`pallas_kernels.fp8_operands`), and sharded operands get the
+values that a single device would compute.
 
 Legend: B batch, T tokens, K contracted features, N features of the result, M tokens of
 all sequences.

@@ -112,28 +112,21 @@ def test_a_load_is_cut(load):
 
 
 @pytest.mark.parametrize(
-    ("policy", "attention", "warm"),
-    [
-        ("continuous", "sdpa", [3, 16]),
-        ("continuous", "flash_attention_2", [3, 40]),
-        ("continuous_compile", "sdpa", [3, 40, 5]),
-        ("static", "sdpa", [3, 40, 5]),
-    ],
+    ("attention", "warm"), [("sdpa", [3, 16]), ("flash_attention_2", [3, 40])]
 )
-def test_transformers_warms_up(monkeypatch, policy, attention, warm):
-    """By the whole load, unless nothing is compiled, or captured either."""
+def test_transformers_warms_up(monkeypatch, attention, warm):
+    """By a batch, and its first tokens where no graphs are captured."""
     ran = []
 
-    def run(model, load, batch, **_):
+    def run(model, load, batch):
         ran.append(load["outputs"])
         return batch
 
     monkeypatch.setattr(torch_serving, "build", lambda shape, seed, attention: None)
     monkeypatch.setattr(torch_serving, "fastest_attention", lambda: attention)
     monkeypatch.setattr(torch_serving, "continuous", run)
-    monkeypatch.setattr(torch_serving, "static", run)
     load = {"prompts": [[1]] * 3, "outputs": [3, 40, 5], "due": [0.0] * 3}
-    runs, seconds = torch_serving.measure(policy, {}, [load], 2, 0, 16)
+    runs, seconds = torch_serving.measure({}, [load], 2, 0, 16)
     assert ran == [warm, [3, 40, 5]] and runs == [2] and seconds >= 0
 
 
@@ -220,7 +213,7 @@ def test_a_pruned_model_is_what_a_pruned_run_serves(monkeypatch):
             np.testing.assert_array_equal(leaf, other)
 
 
-@pytest.mark.parametrize("rivals", [["static"], *exhaustive(["torch_static"])])
+@pytest.mark.parametrize("rivals", [["static"], *exhaustive(["torch_continuous"])])
 def test_the_command_runs_anywhere(rivals, tmp_path, capsys, monkeypatch):
     """And writes nothing."""
     monkeypatch.setenv("BENCHMARK_LOCK", str(tmp_path / "lock"))  # a child takes it

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import sys
 from collections import Counter
 
 import jax
@@ -22,9 +21,6 @@ from tests.tiers import exhaustive
 from tests.training.toy import Batch
 
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the plugin that compiles is for Linux"
-)
 RULES = fsdp_tp()
 CONFIG = dataclasses.replace(
     preset("llama_tiny"),

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -21,11 +20,12 @@ from jaxscale.sharding import (
     place,
 )
 from tests.decoding import decode
+from tests.models.packed_rows import packed_rows, wave_loss
 from tests.tiers import exhaustive
+from tests.tolerances import assert_same_step
 
 
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (8, 16)), jnp.int32)
-BOUNDS = jnp.tile(jnp.array([[0, 5, 5, 14, 14], [0, 16, 16, 16, 16]]), (4, 1))
+TOKENS, BOUNDS = packed_rows(8)
 RULES = fsdp_tp()
 
 
@@ -33,13 +33,6 @@ def make(name, rules):
     model = Decoder(preset(name), rules=rules, rngs=nnx.Rngs(0))
     model.blocks = jax.tree.map(lambda p: 12 * p if p.ndim == 3 else p, model.blocks)
     return model
-
-
-def loss(model, tokens, cu_seqlens):
-    """Of packed sequences; whole rows are those of the test of pages."""
-    logits = model(tokens, cu_seqlens=cu_seqlens)[:, :14]
-    wave = jnp.cos(jnp.arange(14.0)[:, None] + jnp.arange(256.0))
-    return (jax.nn.log_softmax(logits) * wave).mean()
 
 
 def split(name, mesh, rules=RULES):
@@ -50,16 +43,7 @@ def split(name, mesh, rules=RULES):
 @functools.cache
 def expected(name):
     model = make(name, REPLICATED)
-    return jax.jit(jax.value_and_grad(loss))(model, TOKENS, BOUNDS)
-
-
-def assert_as_expected(name, actual):
-    value, gradients = expected(name)
-    np.testing.assert_allclose(actual[0], value, rtol=1e-5)
-    gradients = jax.tree.leaves(gradients)
-    scale = max(np.abs(g).max() for g in gradients)
-    for grad, exact in zip(jax.tree.leaves(actual[1]), gradients, strict=True):
-        np.testing.assert_allclose(grad, exact, atol=1e-5 * scale)
+    return jax.jit(jax.value_and_grad(wave_loss))(model, TOKENS, BOUNDS)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +61,8 @@ def test_split_decoder_equals_the_whole_one(name, kind):
     rows = NamedSharding(mesh, RULES.spec("batch", None))
     tokens, bounds = jax.device_put((TOKENS, BOUNDS), rows)
     with jax.set_mesh(mesh):
-        actual = jax.jit(jax.value_and_grad(loss))(model, tokens, bounds)
-    assert_as_expected(name, actual)
+        actual = jax.jit(jax.value_and_grad(wave_loss))(model, tokens, bounds)
+    assert_same_step(actual, expected(name))
     gradient = actual[1].blocks.attention.query.kernel[...]
     assert gradient.sharding.spec == kernel.sharding.spec
 
@@ -89,8 +73,8 @@ def test_layers_split_over_pipe():
     kernel = model.blocks.attention.query.kernel[...]
     assert kernel.sharding.spec == PartitionSpec("pipe", "fsdp", "tensor")
     with jax.set_mesh(mesh):
-        actual = jax.jit(jax.value_and_grad(loss))(model, TOKENS, BOUNDS)
-    assert_as_expected("llama_tiny", actual)
+        actual = jax.jit(jax.value_and_grad(wave_loss))(model, TOKENS, BOUNDS)
+    assert_same_step(actual, expected("llama_tiny"))
 
 
 def test_decoder_inside_a_shard_map_over_data():
@@ -100,7 +84,7 @@ def test_decoder_inside_a_shard_map_over_data():
     whole, rows = PartitionSpec(), PartitionSpec("data")
 
     def step(model, tokens, bounds):
-        result = jax.value_and_grad(loss)(model, tokens, bounds)
+        result = jax.value_and_grad(wave_loss)(model, tokens, bounds)
         return jax.lax.pmean(result, "data")
 
     def over_data(check_vma):
@@ -115,7 +99,9 @@ def test_decoder_inside_a_shard_map_over_data():
         )
 
     with jax.set_mesh(mesh):
-        assert_as_expected("llama_tiny", over_data(False)(model, TOKENS, BOUNDS))
+        assert_same_step(
+            over_data(False)(model, TOKENS, BOUNDS), expected("llama_tiny")
+        )
         with pytest.raises(ValueError, match="pass check_vma=False to it"):
             over_data(True)(model, TOKENS, BOUNDS)
 

@@ -26,13 +26,13 @@ from jaxscale.sharding import (
 from pallas_kernels.mosaic import H200, use_device
 from tests.decoding import decode
 from tests.lowering import CUSTOM_CALL, lower_for_cuda
+from tests.models.packed_rows import packed_rows, wave_loss
 from tests.sharding.test_rules import collectives_of
 from tests.tiers import exhaustive
-from tests.tolerances import relative_error
+from tests.tolerances import assert_same_step, relative_error
 
 
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (4, 16)), jnp.int32)
-BOUNDS = jnp.tile(jnp.array([[0, 5, 5, 14, 14], [0, 16, 16, 16, 16]]), (2, 1))
+TOKENS, BOUNDS = packed_rows(4)
 RULES = fsdp_tp()
 CONFIGS = {
     # Eight query heads that share four key heads: four devices have one each.
@@ -62,13 +62,6 @@ def on_mesh(name, sizes, tensor_parallel, *, kind="auto", rules=RULES, **options
         return mesh, place(make(name, rules, **options), mesh, rules)
 
 
-def loss(model, tokens, cu_seqlens):
-    """Of packed sequences; whole rows are those of the tests of logits."""
-    logits = model(tokens, cu_seqlens=cu_seqlens)[:, :14]
-    wave = jnp.cos(jnp.arange(14.0)[:, None] + jnp.arange(256.0))
-    return (jax.nn.log_softmax(logits) * wave).mean()
-
-
 @jax.jit
 def whole_rows(model, tokens):
     return model(tokens)
@@ -76,24 +69,15 @@ def whole_rows(model, tokens):
 
 @functools.cache
 def expected(name):
-    return jax.jit(jax.value_and_grad(loss))(make(name), TOKENS, BOUNDS)
+    return jax.jit(jax.value_and_grad(wave_loss))(make(name), TOKENS, BOUNDS)
 
 
 def gradients(mesh, model):
     rows = NamedSharding(mesh, RULES.spec("batch", None))
     with jax.set_mesh(mesh):
-        return jax.jit(jax.value_and_grad(loss))(
+        return jax.jit(jax.value_and_grad(wave_loss))(
             model, *jax.device_put((TOKENS, BOUNDS), rows)
         )
-
-
-def assert_as_expected(name, actual, tolerance=1e-5):
-    value, grads = expected(name)
-    np.testing.assert_allclose(actual[0], value, rtol=tolerance)
-    grads = jax.tree.leaves(grads)
-    scale = max(np.abs(g).max() for g in grads)
-    for grad, exact in zip(jax.tree.leaves(actual[1]), grads, strict=True):
-        np.testing.assert_allclose(grad, exact, atol=tolerance * scale)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +93,7 @@ def assert_as_expected(name, actual, tolerance=1e-5):
 )
 def test_loss_and_gradients(name, sizes, kind, tensor_parallel):
     mesh, model = on_mesh(name, sizes, tensor_parallel, kind=kind)
-    assert_as_expected(name, gradients(mesh, model))
+    assert_same_step(gradients(mesh, model), expected(name))
 
 
 def test_bf16_is_as_far_off_as_without_a_mesh():
@@ -132,7 +116,7 @@ def test_key_heads_fewer_than_devices_are_copied():
         config.check_mesh({**sizes, "fsdp": 1, "pipe": 1}, RULES)
     config.check_mesh({**sizes, "fsdp": 1, "pipe": 1}, rules)
     mesh, model = on_mesh("llama", sizes, "xla", rules=rules)
-    assert_as_expected("llama", gradients(mesh, model))
+    assert_same_step(gradients(mesh, model), expected("llama"))
 
 
 @pytest.mark.parametrize("tensor_parallel", ["fused", "xla", None])
@@ -289,7 +273,7 @@ def test_fused_kernels_of_a_block(name, remat, kernels):
 def test_recomputation_changes_nothing():
     options = {"remat": "attention", "scan_layers": False}
     mesh, model = on_mesh("llama", {"fsdp": 2, "tensor": 2}, "fused", **options)
-    assert_as_expected("llama", gradients(mesh, model))
+    assert_same_step(gradients(mesh, model), expected("llama"))
 
 
 def test_inside_a_shard_map_over_data():
@@ -297,7 +281,9 @@ def test_inside_a_shard_map_over_data():
     whole, rows = PartitionSpec(), PartitionSpec("data")
 
     def step(model, tokens, bounds):
-        return jax.lax.pmean(jax.value_and_grad(loss)(model, tokens, bounds), "data")
+        return jax.lax.pmean(
+            jax.value_and_grad(wave_loss)(model, tokens, bounds), "data"
+        )
 
     run = jax.shard_map(
         step,
@@ -307,7 +293,7 @@ def test_inside_a_shard_map_over_data():
         check_vma=False,
     )
     with jax.set_mesh(mesh):
-        assert_as_expected("gemma2", jax.jit(run)(model, TOKENS, BOUNDS))
+        assert_same_step(jax.jit(run)(model, TOKENS, BOUNDS), expected("gemma2"))
 
 
 @pytest.mark.multigpu

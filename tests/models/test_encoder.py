@@ -20,14 +20,14 @@ from jaxscale.models import (
 from jaxscale.models.families.bert import roberta_tiny
 from jaxscale.nn import PagedRows, empty_pages
 from jaxscale.sharding import fsdp_tp, logical_axes
+from tests.models.packed_rows import loss_and_gradients, named, packed_rows
 from tests.tiers import exhaustive
-from tests.tolerances import relative_error
+from tests.tolerances import assert_same_gradients, relative_error
 
 
 FAMILIES = [name for name in ENCODER_PRESETS if name.endswith("_tiny")]
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 16)), jnp.int32)
+TOKENS, BOUNDS = packed_rows(2)
 TYPES = jnp.asarray(np.random.default_rng(1).integers(0, 2, (2, 16)), jnp.int32)
-BOUNDS = jnp.array([[0, 5, 5, 14, 14], [0, 16, 16, 16, 16]])
 SPANS = [(0, 0, 5), (0, 5, 14), (1, 0, 16)]
 """Row, begin and end of the sequences."""
 SLOTS = [(0, 0), (0, 2), (1, 0)]
@@ -82,33 +82,11 @@ def run(model, tokens, cu_seqlens=None, token_types=None):
     return model(tokens, cu_seqlens=cu_seqlens, token_types=token_types)
 
 
+def is_variable(node):
+    return isinstance(node, nnx.Variable)
+
+
 padded = jax.jit(EncoderModel.padded, static_argnames="token_budget")
-
-
-@jax.jit
-def loss_and_gradients(model, tokens, cu_seqlens=None):
-    def loss(model):
-        logits = model(tokens, cu_seqlens=cu_seqlens)[:, :14]
-        probabilities = jax.nn.log_softmax(logits)
-        return -jnp.take_along_axis(probabilities, tokens[:, 1:15, None], -1).mean()
-
-    return jax.value_and_grad(loss)(model)
-
-
-def named(model):
-    leaves, _ = jax.tree_util.tree_flatten_with_path(model)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in leaves
-    }
-
-
-def assert_equal_gradients(actual, expected, tolerance=1e-5):
-    scale = max(np.abs(g).max() for g in jax.tree.leaves(expected))
-    expected = named(expected)
-    for name, grad in named(actual).items():
-        error = float(np.abs(np.asarray(grad) - np.asarray(expected[name])).max())
-        assert error <= tolerance * scale, name
 
 
 @pytest.mark.parametrize(
@@ -121,6 +99,9 @@ def test_blocks_with_parameters_of_their_own(name):
     assert unstacked.unstacked().blocks is not None  # twice is as good as once
     shapes = [p.shape for p in jax.tree.leaves(unstacked.blocks[0])]
     assert shapes == [p.shape[1:] for p in jax.tree.leaves(model.blocks)]
+    for part in (unstacked.blocks[0], model.blocks):
+        for variable in jax.tree.leaves(part, is_leaf=is_variable):
+            assert len(logical_axes(variable)) == variable.ndim
     actual, expected = (run(m, TOKENS, BOUNDS) for m in (unstacked, model))
     assert relative_error(actual[:, :14], expected[:, :14]) < 1e-5
 
@@ -131,10 +112,7 @@ def test_parameters_are_counted_and_their_axes_named(name):
     model = jax.eval_shape(lambda: EncoderModel(config, head=MLM, rngs=nnx.Rngs(0)))
     sizes = [p.size for n, p in named(model).items() if not n.startswith("head.")]
     assert sum(sizes) == config.num_parameters()
-    variables, _ = jax.tree_util.tree_flatten_with_path(
-        model, is_leaf=lambda node: isinstance(node, nnx.Variable)
-    )
-    for path, variable in variables:
+    for path, variable in jax.tree.leaves_with_path(model, is_leaf=is_variable):
         axes = logical_axes(variable)
         assert len(axes) == variable.ndim, path
         assert len(fsdp_tp().spec(*axes)) == variable.ndim, path
@@ -245,7 +223,7 @@ def test_loops_and_recomputation_change_nothing(name):
     options = {"scan_layers": False, "remat": "full"}
     actual = loss_and_gradients(make(config, head=MLM, **options), TOKENS, BOUNDS)
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
-    assert_equal_gradients(actual[1], expected[1])
+    assert_same_gradients(actual[1], expected[1])
     gradients = named(expected[1])
     assert all(jnp.isfinite(g).all() for g in gradients.values())
     assert {name for name, g in gradients.items() if (g != 0).any()} == set(gradients)

@@ -5,7 +5,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -20,11 +19,12 @@ from jaxscale.sharding import (
 )
 from pallas_kernels.mosaic import H200, use_device
 from tests.lowering import CUSTOM_CALL, lower_for_cuda
+from tests.models.packed_rows import packed_rows
 from tests.tiers import first
+from tests.tolerances import assert_same_step
 
 
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (8, 16)), jnp.int32)
-BOUNDS = jnp.tile(jnp.array([[0, 5, 5, 14, 14], [0, 16, 16, 16, 16]]), (4, 1))
+TOKENS, BOUNDS = packed_rows(8)
 RULES = fsdp_tp()
 CASES = [("roberta_tiny", "sequence", 1), ("modernbert_tiny", "masked_lm", 2)]
 """Preset, head, and over how many devices the parameters are stored."""
@@ -54,15 +54,6 @@ def expected(name, kind):
     return jax.jit(jax.value_and_grad(loss))(model, TOKENS, BOUNDS)
 
 
-def assert_as_expected(name, kind, actual):
-    value, gradients = expected(name, kind)
-    np.testing.assert_allclose(actual[0], value, rtol=1e-5)
-    gradients = jax.tree.leaves(gradients)
-    scale = max(np.abs(g).max() for g in gradients)
-    for grad, exact in zip(jax.tree.leaves(actual[1]), gradients, strict=True):
-        np.testing.assert_allclose(grad, exact, atol=2e-5 * scale)
-
-
 @pytest.mark.parametrize(("name", "kind", "fsdp"), first(CASES, CASES[1]))
 def test_split_encoder_equals_the_whole_one(name, kind, fsdp):
     mesh = make_mesh(MeshConfig(data=4 // fsdp, fsdp=fsdp, tensor=2))
@@ -73,7 +64,7 @@ def test_split_encoder_equals_the_whole_one(name, kind, fsdp):
     tokens, bounds = jax.device_put((TOKENS, BOUNDS), rows)
     with jax.set_mesh(mesh):
         actual = jax.jit(jax.value_and_grad(loss))(model, tokens, bounds)
-    assert_as_expected(name, kind, actual)
+    assert_same_step(actual, expected(name, kind), 2e-5)
     gradient = actual[1].blocks.attention.query.kernel[...]
     assert gradient.sharding.is_equivalent_to(kernel.sharding, 3)
 
@@ -98,7 +89,7 @@ def test_encoder_inside_a_shard_map_over_data():
     )
     with jax.set_mesh(mesh):
         actual = jax.jit(over_data)(model, TOKENS, BOUNDS)
-    assert_as_expected(name, kind, actual)
+    assert_same_step(actual, expected(name, kind), 2e-5)
 
 
 @pytest.mark.exhaustive  # the encoder knows nothing of the axes, however many
@@ -119,7 +110,7 @@ def test_encoder_inside_a_shard_map_over_everything():
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    assert_as_expected(name, kind, jax.jit(mapped)(model, TOKENS, BOUNDS))
+    assert_same_step(jax.jit(mapped)(model, TOKENS, BOUNDS), expected(name, kind), 2e-5)
 
 
 def test_a_mesh_takes_no_kernel_away():

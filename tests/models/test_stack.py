@@ -13,7 +13,7 @@ from jax.extend.core import Primitive, jaxprs_in_params
 
 from jaxscale.models import Decoder, preset
 from jaxscale.models.stack import REMAT_POLICIES, run_stack
-from jaxscale.nn import attention_state
+from jaxscale.nn import PagedRows, attention_state
 from jaxscale.sharding import (
     REPLICATED,
     column_parallel,
@@ -76,6 +76,49 @@ def test_a_scan_compiles_the_shortest_pattern(windows, lengths, blocks):
     assert products(scanned) * 5 == products(looped) * blocks
     actual, expected = (jax.jit(run, static_argnums=1)(x, s) for s in (True, False))
     assert relative_error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(
+    ("order", "active"),
+    [(None, None), ([2, 0, 1, 1, 2], None), (None, [True, False, True, True, False])],
+)
+def test_each_layer_gets_its_block_its_number_and_its_attention(order, active, scan):
+    """In a scan of pairs, behind it and in a loop; what is no layer changes nothing."""
+    config = dataclasses.replace(preset("llama_tiny"), num_layers=5)
+    number = jnp.arange(5.0)
+    blocks = jax.tree.map(
+        lambda p: jnp.broadcast_to(number.reshape(5, *[1] * (p.ndim - 1)), p.shape),
+        jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))).blocks,
+    )
+    windows = (2, None, 2, None, 2)
+    attention = config.attention(0)
+    lengths = jnp.zeros(1, jnp.int32)
+    pages = jnp.zeros((5, 1, 2, 2, 4, config.head_dim))
+    state = PagedRows.of(pages, lengths[None], lengths, lengths)
+
+    def call(block, x, state):
+        block = jax.tree.leaves(block)[0].max()
+        number = 1 + state.layer.astype(jnp.float32)
+        return 4 * x + block * number + (state.variant.window or 0), state
+
+    x, _ = run_stack(
+        blocks,
+        jnp.ones((1, 1, 1)),
+        state,
+        variants=[dataclasses.replace(attention, window=w) for w in windows],
+        remat="none",
+        scan=scan,
+        order=order,
+        active=None if active is None else jnp.asarray(active),
+        call=call,
+    )
+    expected = 1
+    for layer, window in enumerate(windows):
+        block = layer if order is None else order[layer]
+        if active is None or active[block]:
+            expected = 4 * expected + block * (1 + layer) + (window or 0)
+    assert float(x[0, 0, 0]) == expected
 
 
 def test_layers_start_with_parameters_of_their_own():
@@ -229,12 +272,37 @@ def test_what_is_kept_for_the_backward_pass(remat, kept):
         FUSED: (Primitive(FUSED), [], {}),
         **{n: equation(lambda x, n=n: checkpoint_name(x, n), x) for n in names},
     }
-    policy = REMAT_POLICIES[remat]
-    assert kept == {
-        name
-        for name, (primitive, avals, params) in results.items()
-        if policy(primitive, *avals, **params)
-    }
+    gathered = "all_gather_matmul_gathered"
+    for keep_gathered in (False, True):
+        more = {gathered} if keep_gathered and remat != "full" else set()
+        (policy,) = policies(remat, keep_gathered)
+        assert kept | more == {
+            name
+            for name, (primitive, avals, params) in results.items()
+            if policy(primitive, *avals, **params)
+        }
+
+
+def policies(remat, keep_gathered):
+    """What decides what a scan over layers keeps."""
+    config = dataclasses.replace(preset("llama_tiny"), num_layers=2)
+    model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+
+    def run(blocks, x):
+        return run_stack(
+            blocks,
+            x,
+            attention_state((1, 4)),
+            variants=[config.attention(0)] * 2,
+            remat=remat,
+            scan=True,
+            keep_gathered=keep_gathered,
+            call=lambda block, x, state: (x, state),
+        )[0]
+
+    program = jax.make_jaxpr(run)(model.blocks, jnp.ones((1, 4, config.d_model)))
+    made = equations(program.jaxpr)
+    return [eqn.params["policy"] for eqn in made if "policy" in eqn.params]
 
 
 def collective(op, x_spec, w_spec, y_spec):

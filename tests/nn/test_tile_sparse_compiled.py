@@ -1,7 +1,6 @@
 """What a pruned MLP of LLaMA-3 8B launches for few tokens, compiled for an H200."""
 
 import dataclasses
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,6 @@ from jaxscale.models.serving import prepare
 from jaxscale.models.stack import unstacked
 from tests.compiled import compile_for_h200
 from tests.tiers import exhaustive
-
-
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the plugin that compiles is for Linux"
-)
 
 
 def mlp_program(devices, tokens, sparsity, joined):

@@ -1,7 +1,6 @@
 """Pipelines for GPUs: fused products inside, and what XLA hides, as compiled."""
 
 import dataclasses
-import sys
 from collections import Counter
 
 import jax
@@ -35,10 +34,6 @@ from tests.training import pipelined_step
 
 ROWS, TOKENS = 2, 256  # 128 of a device: a tile
 SMALL = CollectiveConfig(tile_m=128, tile_n=64, stages=2)
-
-COMPILES = pytest.mark.skipif(
-    sys.platform != "linux", reason="the plugin that compiles is for Linux"
-)
 
 
 def loss_and_gradients(form):
@@ -97,7 +92,6 @@ def test_kernels_inside_a_pipeline_give_what_collectives_give(monkeypatch):
         assert relative_error(got, expected) < tolerance, jax.tree_util.keystr(path)
 
 
-@COMPILES
 def test_kernels_inside_a_pipeline_compile_for_eight_gpus():
     """Real widths and a parallel block: a gather and a scatter, and back.
 
@@ -131,7 +125,6 @@ def larger_than_of_a_layer(found):
     return found.written(largest + 1)
 
 
-@COMPILES
 @pytest.mark.exhaustive  # as with several chunks
 def test_a_layer_writes_into_the_stash_and_the_sums_of_gradients():
     """No array of all layers of a chunk is made, selected from or copied in a tick."""
@@ -145,7 +138,6 @@ def test_a_layer_writes_into_the_stash_and_the_sums_of_gradients():
     assert all(w.operation.startswith("fusion broadcast") for w in of_chunks)  # zeros
 
 
-@COMPILES
 def test_each_pass_cuts_its_layer_out_of_several_chunks():
     """Which `jaxscale plan` counts; and writes into the stash and sums of gradients."""
     found = compile_for_h200(
@@ -167,7 +159,6 @@ def test_each_pass_cuts_its_layer_out_of_several_chunks():
     assert len(cut) == 4  # forward and backward alone, and both in one tick
 
 
-@COMPILES
 def test_what_is_sent_is_hidden():
     """By the flags for overlap: activations, and with ZeRO-3 the weights."""
     found = transfers(

@@ -144,21 +144,25 @@ def test_loss_of_a_model_whose_logits_are_bounded():
 
 def test_metrics_are_means_by_token_before_the_update(plain):
     optimizer, step = plain
-    state, batch = fresh(optimizer), toy.batch(0)
-    squares = [np.square(x, dtype=np.float64).sum() for x in arrays(state.model)]
-    sums = make_eval_step(LOSS)(state.model, batch)
-    tokens = int(batch.loss_mask.sum())
-    assert 0 < int(sums.correct) < tokens
-    _, metrics = step(state, batch)
-    assert all(x.is_deleted() for x in jax.tree.leaves(state))  # its memory is reused
-    assert int(metrics["tokens"]) == tokens
-    for name, expected in {
-        "loss": sums.nll / tokens,
-        "z_loss": sums.z_loss / tokens,
-        "accuracy": sums.correct / tokens,
-        "param_norm": np.sqrt(sum(squares)),
-    }.items():
-        np.testing.assert_allclose(metrics[name], expected, rtol=1e-5, err_msg=name)
+    evaluate, batch = make_eval_step(LOSS), toy.batch(0)
+    one = np.zeros_like(batch.loss_mask)
+    one[3, 5] = True
+    for mask in (batch.loss_mask, one):
+        state, masked = fresh(optimizer), dataclasses.replace(batch, loss_mask=mask)
+        squares = [np.square(x, dtype=np.float64).sum() for x in arrays(state.model)]
+        sums, tokens = evaluate(state.model, masked), int(mask.sum())
+        assert 0 < int(sums.correct) < tokens or tokens == 1
+        _, metrics = step(state, masked)
+        # Its memory is reused.
+        assert all(x.is_deleted() for x in jax.tree.leaves(state))
+        assert int(metrics["tokens"]) == tokens
+        for name, expected in {
+            "loss": sums.nll / tokens,
+            "z_loss": sums.z_loss / tokens,
+            "accuracy": sums.correct / tokens,
+            "param_norm": np.sqrt(sum(squares)),
+        }.items():
+            np.testing.assert_allclose(metrics[name], expected, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("part", ["nll", "z_loss", "gradient"])

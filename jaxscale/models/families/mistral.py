@@ -8,24 +8,19 @@ import dataclasses
 from typing import Any
 
 from jaxscale.models.config import DecoderConfig
-from jaxscale.models.families.llama import llama_keys, llama_tensors, write_llama_keys
+from jaxscale.models.families.llama import (
+    llama_keys,
+    llama_tensors,
+    llama_tiny,
+    write_llama_keys,
+)
 from jaxscale.models.hf.family import Family
 from jaxscale.models.hf.keys import Keys
 
 
 def mistral_tiny() -> DecoderConfig:
     """A Mistral for tests."""
-    return DecoderConfig(
-        vocab_size=256,
-        d_model=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        d_ff=64,
-        max_seq_len=128,
-        window=16,
-    )
+    return dataclasses.replace(llama_tiny(), window=16)
 
 
 def mistral_7b() -> DecoderConfig:

@@ -5,10 +5,16 @@ References:
     in some layers. Qwen3, arXiv 2505.09388: norms of queries and keys instead.
 """
 
+import dataclasses
 from typing import Any
 
 from jaxscale.models.config import DecoderConfig
-from jaxscale.models.families.llama import llama_keys, llama_tensors, write_llama_keys
+from jaxscale.models.families.llama import (
+    llama_keys,
+    llama_tensors,
+    llama_tiny,
+    write_llama_keys,
+)
 from jaxscale.models.hf.family import Family
 from jaxscale.models.hf.keys import Keys, full_layers, layer_types
 from jaxscale.models.hf.names import TensorMap, scale
@@ -38,14 +44,11 @@ def _qwen(
 
 def qwen2_tiny() -> DecoderConfig:
     """A Qwen2 for tests, with windows behind its first layer."""
-    return _qwen(
-        vocab_size=256,
-        d_model=32,
+    return dataclasses.replace(
+        llama_tiny(),
         num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        d_ff=64,
-        max_seq_len=128,
+        rope_theta=1e6,
+        norm_eps=1e-6,
         attention_bias=True,
         tie_embeddings=True,
         window=16,
@@ -82,16 +85,8 @@ def qwen2_5_7b() -> DecoderConfig:
 
 def qwen3_tiny() -> DecoderConfig:
     """A Qwen3 for tests."""
-    return _qwen(
-        vocab_size=256,
-        d_model=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        d_ff=64,
-        max_seq_len=128,
-        qk_norm=True,
+    return dataclasses.replace(
+        llama_tiny(), head_dim=16, rope_theta=1e6, norm_eps=1e-6, qk_norm=True
     )
 
 

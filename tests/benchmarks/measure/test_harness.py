@@ -238,10 +238,9 @@ def test_no_rows_of_a_host_that_held_back(fake_gpu, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(clocks.Clocks, "held_back", lambda self: next(shares))
     monkeypatch.setattr(timing, "jax_kernels", lambda *a: [])
     arguments = ["--impl", "xla", "--out", str(tmp_path), "--commit", "abc"]
-    attempts = tmp_path / "attempts.jsonl"
-    command.main(benchmark(), [*arguments, "--attempts", str(attempts)])
+    command.main(benchmark(), arguments)
     path = tmp_path / "nvidia_h200" / "example.json"
-    assert not path.exists() and not attempts.exists()  # to be tried again
+    assert not path.exists()
     assert "lowered the clock 2% of the time" in capsys.readouterr().out
     command.main(benchmark(), arguments)
     assert {row["implementation"] for row in records.load(path)["rows"]} == {"xla"}

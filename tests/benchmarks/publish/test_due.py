@@ -195,15 +195,13 @@ class Never:
         return "changed" if commit == "old" else None
 
 
-def plan(
-    monkeypatch, tmp_path, one, rows, lines=(("t", "fake"),), tried=(), commit=None
-):
+def plan(monkeypatch, tmp_path, one, rows, lines=(("t", "fake"),), **options):
     monkeypatch.setitem(
         sys.modules, "benchmarks.fake", types.SimpleNamespace(BENCHMARK=one)
     )
     records.dump(record(rows), tmp_path / "cpu" / "fake.json")
     history: due.History = Never()  # type: ignore[assignment]
-    return due.plan(lines, [tmp_path / "cpu"], history, frozenset(tried), commit)
+    return due.plan(lines, [tmp_path / "cpu"], history, **options)
 
 
 def test_states(monkeypatch, tmp_path):
@@ -215,20 +213,19 @@ def test_states(monkeypatch, tmp_path):
         ("b", 1, "dense", None, {"jax": "0.1"}),
         ("gone", 7, "dense", None, {}),
     ]
-    tried = [("fake", *records.key("c", {"M": 2}), "dense")]
-    found = plan(monkeypatch, tmp_path, one, rows, tried=tried)
+    found = plan(monkeypatch, tmp_path, one, rows)
     assert [dict(one.states) for one in found] == [
         {"mosaic_gpu": "fresh", "dense": "fresh"},
         {"mosaic_gpu": "changed", "dense": "of JAX 0.1"},
-        {"mosaic_gpu": "missing", "dense": "tried"},
+        {"mosaic_gpu": "missing", "dense": "missing"},
     ]
     assert [one.rows for one in found] == [
         [],
         ["mosaic_gpu", "dense"],
-        ["mosaic_gpu"],
+        ["mosaic_gpu", "dense"],
     ]
     # Its own seconds, or the median of its implementation's, or else of any.
-    assert [one.seconds for one in found] == [4.0 + 6.0, 8.0 + 6.0, 6.0]
+    assert [one.seconds for one in found] == [4.0 + 6.0, 8.0 + 6.0, 12.0]
     # A rival of another version than the installed one, if one is installed.
     monkeypatch.setattr(due, "installed_version", {"rival": "2"}.get)
     for version, want in (("1", "of rival 1"), ("2", "fresh")):
@@ -246,35 +243,13 @@ def test_states(monkeypatch, tmp_path):
     ]
     (a, b) = plan(monkeypatch, tmp_path, one, rows)
     assert a.states == {"mosaic_gpu": "fresh", "torch_x": due.SLOW}
-    assert not b.rows and a.names == ["mosaic_gpu", "torch_x"]
-    (a, _) = plan(monkeypatch, tmp_path, one, rows, commit="c")
-    assert not a.rows  # once at a commit
+    assert not b.rows
     # Where no name is ours, all may be.
     steps = benchmark("op", cases=("a",), names=("one", "two"))
     rows = [("a", 0, "one", None, {"commit": "old"}), ("a", 0, "two", None, {})]
     (found,) = plan(monkeypatch, tmp_path, steps, rows)
     assert found.states == {"one": "changed", "two": "fresh"}
-    assert found.names == ["one", "two"]  # they take turns
     assert found.seconds == 2 * due.OTHER_SECONDS
-
-
-def test_rivals_that_are_not_installed_are_left_out(monkeypatch, tmp_path):
-    """Where a plan is made for another machine, it may be known to have them."""
-    names = ("mosaic_gpu", "tokamax", "torch_x")
-    one = benchmark("op", cases=("a", "b"), names=names)
-    rows = [("a", 0, "mosaic_gpu", 4.0, {}), ("a", 0, "torch_x", 4.0, {})]
-    found = plan(monkeypatch, tmp_path, one, rows)
-    monkeypatch.setattr(due, "installed_version", lambda package: None)
-    a, b = due.possible(found)
-    assert not a.rows and b.rows == ["mosaic_gpu", "torch_x"]  # torch is not optional
-    assert a.names == ["mosaic_gpu", "torch_x"]
-    a, b = due.possible(found, ["tokamax"])
-    assert a.rows == ["tokamax"] and b.rows == [*names]
-    assert [c.seconds for c in due.possible(found)] == [
-        pytest.approx(2 / 3 * c.seconds) for c in found
-    ]
-    monkeypatch.setattr(due, "installed_version", lambda package: "1")
-    assert due.possible(found)[0].rows == ["tokamax"]
 
 
 def test_order_is_that_of_worth(monkeypatch, tmp_path):
@@ -312,7 +287,7 @@ def test_the_table_of_the_readme_cites_its_cases(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def everything():
-    return due.plan(suite.COMMANDS, [], due.History(), frozenset())
+    return due.plan(suite.COMMANDS, [], due.History())
 
 
 def test_commands_ask_for_rows(everything):
@@ -348,7 +323,7 @@ def test_processes_measure_each_case_once(everything):
     for arguments, cases in due.processes(chosen):
         one = cases[0].benchmark
         selected, names, samples = command.selected(one, arguments)
-        assert names == cases[0].names and samples == cases[0].samples
+        assert names == [*cases[0].states] and samples == cases[0].samples
         alone = due.selection(one, [cases[0].case])
         least, *_ = command.selected(one, alone)
         brought = [(one.name, c.name, str(c.params)) for c in selected]
@@ -396,18 +371,32 @@ def test_what_no_command_line_tells_apart_runs_once(monkeypatch, tmp_path):
 def test_of_another_gpu_stored_rows_alone_are_wanted(monkeypatch, tmp_path):
     one = benchmark("op", cases=("a", "b"))
     rows = [("a", 0, "mosaic_gpu", None, {"commit": "old"})]
-    plan(monkeypatch, tmp_path, one, rows)
-    history: due.History = Never()  # type: ignore[assignment]
-    found = due.plan(
-        [("t", "fake")], [tmp_path / "cpu"], history, frozenset(), stored_only=True
-    )
+    found = plan(monkeypatch, tmp_path, one, rows, stored_only=True)
     assert [(each.case.name, each.states) for each in found] == [
         ("a", {"mosaic_gpu": "changed"})
     ]
 
 
 def test_a_plan_lists_every_gpu_that_has_rows(monkeypatch):
-    monkeypatch.setattr(suite, "gpu_names", list)
-    found = suite.stale_elsewhere([("training", "training")])
-    (device,) = found
-    assert device.startswith("nvidia_h100") and found[device]
+    found = suite.plans([("training", "training")])
+    default, other = found
+    assert default == "nvidia_h200" and found[default]
+    assert other.startswith("nvidia_h100") and found[other]
+
+
+def test_the_list_and_its_commands(monkeypatch, tmp_path, capsys):
+    one = benchmark("op")
+    rows = [("a", 0, name, 4.0, {}) for name in ("mosaic_gpu", "dense")]
+    rows += [("b", 1, "mosaic_gpu", 8.0, {"commit": "old"})]
+    found = plan(monkeypatch, tmp_path, one, rows)
+    monkeypatch.setattr(suite, "plans", lambda lines: {"cpu": found})
+    suite.main([])
+    listed = capsys.readouterr().out
+    assert "fake b  changed: mosaic_gpu; missing: dense" in listed
+    assert "1 of 2 cases: 1 rows are missing, 1 stale" in listed
+    suite.main(["--commands"])
+    command = "python -m benchmarks.fake --case b --impl mosaic_gpu dense"
+    assert f"# cpu\n{command}  # 0.5 min on 1 GPU\n" == capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        suite.main(["attentoin"])
+    assert "unknown topics" in capsys.readouterr().err

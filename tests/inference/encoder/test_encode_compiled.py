@@ -1,7 +1,6 @@
 """The program of `Encoder.encode`, compiled for an H200 without a GPU: its launches."""
 
 import dataclasses
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,6 @@ from tests.compiled import compile_for_h200
 from tests.tiers import exhaustive
 
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the plugin that compiles is for Linux"
-)
 LAYERS = 8
 
 

@@ -1,7 +1,5 @@
 """The engine's programs compiled for H200s without a GPU: nothing large is copied."""
 
-import sys
-
 import pytest
 
 from jaxscale.inference.engine.memory import computation_size
@@ -10,11 +8,6 @@ from jaxscale.models import preset
 from tests.compiled import compile_for_h200
 from tests.inference.engine.compiled_decode import DRAFTS, MIB, check, pool, program
 from tests.tiers import exhaustive
-
-
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the plugin that compiles is for Linux"
-)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import functools
 import re
-import sys
 from typing import Any
 
 import jax
@@ -15,9 +14,6 @@ from tests.registers import on_one
 from tests.tiers import first
 
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the plugin that compiles is for Linux"
-)
 CASES = {
     "llama3_8b": ((2, 4096, 32, 128), (4096, 8), {"causal": True}),
     "llama_1b": ((4, 4096, 16, 128), (4096, 8), {"causal": True}),

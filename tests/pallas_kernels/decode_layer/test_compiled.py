@@ -1,17 +1,10 @@
 """A decoder layer compiled for H200s: one kernel, no spills, no weight copied."""
 
-import sys
-
 import pytest
 
 from tests.compiled import compile_for_h200
 from tests.registers import kernels
 from tests.tiers import exhaustive
-
-
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the plugin that compiles is for Linux"
-)
 
 
 @pytest.mark.parametrize(

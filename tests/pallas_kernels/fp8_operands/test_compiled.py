@@ -1,7 +1,5 @@
 """Kernels of 8-bit operands compiled for H200s: spills, launches, what is written."""
 
-import sys
-
 import pytest
 
 from tests import manifest
@@ -9,9 +7,6 @@ from tests.compiled import compile_for_h200
 from tests.registers import kernels
 
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the plugin that compiles is for Linux"
-)
 CASES = {case.name: case for case in manifest.fp8_operand_cases()}
 
 

@@ -1,7 +1,5 @@
 """The product with a quantized weight compiled for H200s: spills and copies."""
 
-import sys
-
 import pytest
 
 from tests import manifest
@@ -9,9 +7,6 @@ from tests.compiled import compile_for_h200
 from tests.registers import kernels
 
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the plugin that compiles is for Linux"
-)
 CASES = {case.name: case for case in manifest.quantized_matmul_cases()}
 
 

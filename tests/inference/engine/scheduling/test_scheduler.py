@@ -71,9 +71,7 @@ class Server:
         plan = self.scheduler.schedule(now=self.time, **self.hints())
         if plan is not None:
             self.flying.append((plan, *self.device.dispatch(plan)))
-        if plan is not None and plan.decode is not None:  # as programs are compiled
-            most = self.scheduler.config.drafts_of(plan.decode.bucket)
-            assert plan.decode.drafts == most or plan.decode.steps == 1
+            self.check_plan(plan)
         self.check_pages()
         while self.flying and (plan is None or len(self.flying) > self.lag):
             self._read()
@@ -101,11 +99,23 @@ class Server:
             else:
                 assert self.received[key] == expected[: len(self.received[key])]
 
+    def check_plan(self, plan):
+        config, decode = self.scheduler.config, plan.decode
+        for chunk in plan.prefill:
+            assert len(chunk.pages) == -(-chunk.end // config.page_size)
+        if decode is not None:  # as programs are compiled
+            assert decode.drafts == config.drafts_of(decode.bucket) or decode.steps == 1
+            alone = any(chunk.sequence.needs_own_prefill for chunk in plan.prefill)
+            assert not (decode.mixed and alone)
+            assert not {*decode.full} & {*decode.replayed}
+
     def check_pages(self):
         pool = self.scheduler.pool
         holders = collections.Counter()
         for c in self.scheduler.sequences():
             assert len(set(c.pages)) == len(c.pages)
+            if self.scheduler.config.prefix_cache:  # full pages can be found at once
+                assert c.named == c.kv // self.scheduler.config.page_size
             holders.update(c.pages)
         for page in range(pool.num_pages):
             assert pool.holders(page) == holders[page]
