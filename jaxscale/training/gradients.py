@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxscale.nn.context import own_part
+from jaxscale.nn.linear import round_kernels
 from jaxscale.sharding.manual import scattered, summed, whole
 from jaxscale.sharding.operations import constrain, reshape
 from jaxscale.sharding.parameters import logical_axes, specs
@@ -87,9 +88,9 @@ def accumulated(
         split = specs(params, tables.moments.only(manual))
         placed = specs(params, rules)
 
-        def one(params: Any, rest: Any, batch: Any) -> tuple[LossSums, Any]:
+        def one(merge: Any, params: Any, batch: Any) -> tuple[LossSums, Any]:
             (_, sums), grads = jax.value_and_grad(
-                lambda p: loss(nnx.merge(graph, p, rest), batch), has_aux=True
+                lambda p: loss(merge(p), batch), has_aux=True
             )(params)
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
             grads = jax.tree.map(scattered, grads, added, placed)
@@ -97,10 +98,16 @@ def accumulated(
 
         def of_rows(params: Any, rest: Any, batch: Any) -> tuple[LossSums, Any]:
             batch = own_part(batch, rules)
+            merge = lambda p: nnx.merge(graph, p, rest)  # noqa: E731
+            dtype = getattr(model, "dtype", None)
             if tables.parameters != tables.computed:
-                params = cast_layers(params, getattr(model, "dtype", None))
+                params = cast_layers(params, dtype)
                 params = jax.tree.map(whole, params, stored, placed)
-            add = functools.partial(one, params, rest)
+            if microbatches > 1:
+                # Once for all of them, and not again where layers are recomputed.
+                merge = _rounded(merge(params))
+                params = cast_layers(params, dtype)
+            add = functools.partial(one, merge, params)
             sums, grads = _add_microbatches(add, batch, microbatches, rules)
             return sum_once(sums, grads, manual, split=split, done=added, placed=placed)
 
@@ -117,6 +124,12 @@ def accumulated(
         return sums, constrain_variables(grads, tables.moments)
 
     return gradients
+
+
+def _rounded(model: Any) -> Callable[[Any], Any]:
+    """A function of the parameters of `model`, with its kernels of fp8 rounded here."""
+    graph, _, rest = nnx.split(round_kernels(model), nnx.Param, ...)
+    return lambda params: nnx.merge(graph, params, rest)
 
 
 def _manual_rows(params: Any, rules: AxisRules, computed: AxisRules) -> tuple[str, ...]:
