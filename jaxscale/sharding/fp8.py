@@ -146,11 +146,10 @@ def axes_of(
     if not isinstance(w, RoundedWeight):
         return axes
     along = next((a for a, names in zip(axes, stored, strict=True) if names), None)
-    parts = [
-        Scaled((along, None), (None,) * part.scale.ndim, None)
-        for part in (w.rows, w.turned)
-    ]
-    return RoundedWeight(axes, *parts)
+    data: Any = (along, None)
+    scale: Any = (None,) * w.rows.scale.ndim
+    weight: Any = axes
+    return RoundedWeight(weight, Scaled(data, scale), Scaled(data, scale))
 
 
 def check_fp8(quantization: str | None) -> None:
@@ -420,6 +419,7 @@ def _gradients_of_weights(
 ) -> tuple[Any, ...]:
     """``columns @ g`` for each weight, rounded to `dtype`: the parts stored here."""
     found: list[Any] = []
+    none: Any = None
     stored = form.stored or _WHOLE * len(ws)
     for w, x, g, (rows, features) in zip(ws, columns, gs, stored, strict=True):
         dw = _product(x, g, dtype)
@@ -427,7 +427,7 @@ def _gradients_of_weights(
             along = 0 if rows else 1
             dw = jax.lax.psum_scatter(dw, names, scatter_dimension=along, tiled=True)
         if isinstance(w, RoundedWeight):
-            found.append(RoundedWeight(dw.astype(w.weight.dtype), None, None))
+            found.append(RoundedWeight(dw.astype(w.weight.dtype), none, none))
         else:
             found.append(dw.astype(w.dtype))
     return tuple(found)
@@ -595,7 +595,9 @@ def _row_of(
     form: _Form, xs: Sequence[Scaled], ws: tuple[Weight, ...], dtype: DTypeLike
 ) -> tuple[Any, Any]:
     kept = [_kept(x) for x in xs]
-    joined, one = ([jnp.concatenate(ws)], form.part(0, 1)) if form.fused else (ws, form)
+    joined, one = ws, form
+    if form.fused:
+        joined, one = [jnp.concatenate([*map(parameter_of, ws)])], form.part(0, 1)
     ws8 = _weights(joined, dtype, one, turned=True)
     out = _multiply_and_scatter([_read(x) for x in kept], ws8, dtype, form)
     kept = kept, _unread(ws), jnp.zeros((), dtype)

@@ -1,6 +1,7 @@
 """Weights of fp8 matmuls that are rounded once for several passes over a model."""
 
 import math
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -13,7 +14,7 @@ from jaxscale.sharding.shards import Shards
 
 def rounded_weight(
     w: Float[Array, "L K N"],
-    axes: tuple[str | None, str | None, str | None],
+    axes: tuple[str | None, ...],
     *,
     rules: AxisRules,
     dtype: DTypeLike,
@@ -61,9 +62,9 @@ def rounded_weight(
         or any(size % count for size in w.shape[1:])
     ):
         return None
-    scale = (None,) if quantization == "fp8_tensorwise" else (None, None)
-    along = axes[1] if rows else axes[2] if columns else None
-    part = Scaled((None, along, None), scale, None)
+    scale: Any = (None,) if quantization == "fp8_tensorwise" else (None, None)
+    along: Any = (None, axes[1] if rows else axes[2] if columns else None, None)
+    part = Scaled(along, scale)
 
     def local(w: Array) -> tuple[Scaled, Scaled]:
         return round_weights(w, dtype, quantization, rows=rows, columns=columns)

@@ -38,15 +38,14 @@ from jaxscale.sharding import decode_all_reduce
 from jaxscale.sharding.fp8 import (
     Fp8,
     Norm,
-    RoundedWeight,
     Stored,
     Weight,
     axes_of,
-    parameter_of,
     check_fp8,
     fp8_all_gather_matmul,
     fp8_feed_forward,
     fp8_matmul_reduce_scatter,
+    parameter_of,
 )
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import AxisRules
@@ -152,7 +151,7 @@ def column_parallel(
     else:
         x = constrain(x, _WHOLE, rules)
         return tuple(
-            contract("btk,kn->btn", x, w, w_axes, axes, rules)
+            contract("btk,kn->btn", x, parameter_of(w), w_axes, axes, rules)
             for w, w_axes, axes in zip(kernels, kernel_axes, out_axes, strict=True)
         )
 
@@ -284,7 +283,7 @@ def row_parallel(
     region = _Region.of(xs, kernels, kernel_axes, rules, form, quantization, rows=True)
     if region is None or (quantization is None and not all(region.split)):
         outs = (
-            contract("btk,kn->btn", x, w, axes, out_axes, rules)
+            contract("btk,kn->btn", x, parameter_of(w), axes, out_axes, rules)
             for x, w, axes in zip(xs, kernels, kernel_axes, strict=True)
         )
         return functools.reduce(operator.add, outs)

@@ -363,7 +363,9 @@ def _parts(lines: int, width: int) -> list[Any]:
     """The lines of a row that are computed at a time: about `_AT_A_TIME` numbers."""
     size = max(2, _AT_A_TIME // width)
     ends = [*range(size, lines - 1, size), lines]  # no line is alone: see `_row_layout`
-    return [pl.ds(start, end - start) for start, end in zip([0, *ends], ends, strict=False)]
+    return [
+        pl.ds(start, end - start) for start, end in zip([0, *ends], ends, strict=False)
+    ]
 
 
 def _check_rows(x: jax.Array, through: jnp.dtype) -> None:

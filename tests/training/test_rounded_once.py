@@ -11,8 +11,17 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 
 from jaxscale.models import Decoder, preset
+from jaxscale.nn import Linear
+from jaxscale.nn.linear import round_kernels
 from jaxscale.nn.packing import PackedBatch
-from jaxscale.sharding import REPLICATED, MeshConfig, fsdp, make_mesh, shardings
+from jaxscale.sharding import (
+    REPLICATED,
+    MeshConfig,
+    fsdp,
+    fsdp_tp,
+    make_mesh,
+    shardings,
+)
 from jaxscale.training import gradients
 from jaxscale.training.step import next_token_loss
 from tests.tiers import exhaustive
@@ -69,9 +78,7 @@ def accumulate(quantization, rules=REPLICATED, fsdp=1, **options):
     mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:fsdp])
     with jax.set_mesh(mesh):
         rows = NamedSharding(mesh, rules.spec("batch"))
-        given = jax.device_put(
-            (model, batch), (shardings(model, mesh, rules), rows)
-        )
+        given = jax.device_put((model, batch), (shardings(model, mesh, rules), rows))
         traced = jax.jit(run).trace(*given)
         result = jax.device_get(traced.lower().compile()(*given))
     loops = [e for e in equations(traced.jaxpr.jaxpr) if e.primitive.name == "scan"]
@@ -116,22 +123,24 @@ def test_weights_that_were_rounded_are_gathered_once_a_pass():
     assert not names & {"pmax", "all_to_all"}
 
 
-def test_what_is_not_rounded_before_is_rounded_at_each_call():
+@pytest.mark.parametrize(
+    ("rules", "mesh", "quantization"),
+    [
+        (fsdp_tp(), MeshConfig(tensor=2), "fp8"),
+        (fsdp(), MeshConfig(fsdp=2), "fp8_tensorwise"),
+    ],
+)
+def test_what_is_not_rounded_before_is_rounded_at_each_call(rules, mesh, quantization):
     """Tensor parallelism, and a scale per tensor of what is stored in parts."""
-    from jaxscale.nn import MLP
-    from jaxscale.nn.linear import round_kernels
-    from jaxscale.sharding import fsdp_tp
+    axes = {"kernel_axes": ("embed", "mlp"), "rules": rules}
+    layer = Linear(16, 32, quantization=quantization, rngs=nnx.Rngs(0), **axes)
+    with jax.set_mesh(make_mesh(mesh, jax.devices()[:2])):
+        assert round_kernels(layer).rounded is None
 
-    for rules, sizes, quantization in (
-        (fsdp_tp(), {"tensor": 2}, "fp8"),
-        (fsdp(), {"fsdp": 2}, "fp8_tensorwise"),
-    ):
-        mesh = make_mesh(MeshConfig(**sizes), jax.devices()[:2])
-        mlp = MLP(16, 32, rules=rules, quantization=quantization, rngs=nnx.Rngs(0))
-        with jax.set_mesh(mesh):
-            assert round_kernels(mlp).up.rounded is None
-    alone = MLP(16, 32, quantization="fp8", rngs=nnx.Rngs(0))
-    rounded = round_kernels(alone)
-    assert alone.up.rounded is None and rounded.up.rounded is not None
+
+def test_a_layer_alone_is_rounded_in_a_copy():
+    layer = Linear(16, 32, quantization="fp8", rngs=nnx.Rngs(0))
+    rounded = round_kernels(layer)
+    assert layer.rounded is None and rounded.rounded is not None
     x = jnp.ones((1, 3, 16))
-    np.testing.assert_array_equal(alone(x), rounded(x))
+    np.testing.assert_array_equal(layer(x), rounded(x))
