@@ -55,8 +55,10 @@ def of_weights(loop, name, dtypes):
     return found
 
 
-def accumulate(quantization, rules=REPLICATED, fsdp=1, **options):
-    """The gradients, and the loop over microbatches."""
+def traced(
+    quantization, rules=REPLICATED, fsdp=1, microbatches=MICROBATCHES, **options
+):
+    """The gradients of a batch, traced, and what they are of."""
     model = Decoder(
         CONFIG,
         dtype=jnp.bfloat16,
@@ -73,17 +75,26 @@ def accumulate(quantization, rules=REPLICATED, fsdp=1, **options):
         tokens=tokens[:, :-1], targets=tokens[:, 1:], loss_mask=mask, cu_seqlens=None
     )
     run = gradients.accumulated(
-        next_token_loss(), microbatches=MICROBATCHES, rules=rules
+        next_token_loss(), microbatches=microbatches, rules=rules
     )
     mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:fsdp])
     with jax.set_mesh(mesh):
         rows = NamedSharding(mesh, rules.spec("batch"))
         given = jax.device_put((model, batch), (shardings(model, mesh, rules), rows))
-        traced = jax.jit(run).trace(*given)
-        result = jax.device_get(traced.lower().compile()(*given))
-    loops = [e for e in equations(traced.jaxpr.jaxpr) if e.primitive.name == "scan"]
+        return jax.jit(run).trace(*given), given
+
+
+def loop_of(program):
+    """The loop over microbatches."""
+    loops = (e for e in equations(program.jaxpr.jaxpr) if e.primitive.name == "scan")
     (loop,) = [e for e in loops if e.params["length"] == MICROBATCHES]
-    return result, loop.params["jaxpr"].jaxpr
+    return loop.params["jaxpr"].jaxpr
+
+
+def accumulate(*args, **options):
+    """The gradients, and the loop over microbatches."""
+    program, given = traced(*args, **options)
+    return jax.device_get(program.lower().compile()(*given)), loop_of(program)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +127,21 @@ def test_a_loop_over_microbatches_rounds_no_weight(quantization, options, monkey
 
 def test_weights_that_were_rounded_are_gathered_once_a_pass():
     """In 8 bits, of each layer, and nothing else of them is sent in the loop."""
-    _, loop = accumulate("fp8", scan_layers=False, remat="attention", **FSDP)
+    program, _ = traced("fp8", scan_layers=False, remat="attention", **FSDP)
+    loop = loop_of(program)
     shapes = of_weights(loop, "all_gather", [E4M3])
     assert len(shapes) == 2 * 7 * CONFIG.num_layers
     names = {e.primitive.name for e in equations(loop)}
     assert not names & {"pmax", "all_to_all"}
+
+
+def test_gradients_of_layers_are_joined_for_several_readers_alone():
+    """Without a barrier the sum of all microbatches reads them where they are."""
+    loop = loop_of(traced(None, scan_layers=False)[0])
+    name = "optimization_barrier"
+    assert of_weights(loop, name, [jnp.bfloat16]) == []
+    whole, _ = traced(None, scan_layers=False, microbatches=1)
+    assert len(of_weights(whole.jaxpr.jaxpr, name, [jnp.bfloat16])) == 7
 
 
 @pytest.mark.parametrize(
