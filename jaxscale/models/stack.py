@@ -265,9 +265,7 @@ def _parts(stack: Array) -> list[Array]:
 
 
 def _joined(_: None, parts: list[Array]) -> tuple[Array]:
-    # Each reader would join them again, and could not share a pass with others.
-    stack = jax.lax.concatenate([part[None] for part in parts], 0)
-    return (jax.lax.optimization_barrier(stack),)
+    return (jax.lax.concatenate([part[None] for part in parts], 0),)
 
 
 _parts.defvjp(lambda stack: (_parts(stack), None), _joined)
@@ -279,10 +277,12 @@ def _as_computed(blocks: Block) -> Block:
     That is the type of their gradients, which are kept in it until they are used.
     """
     layer: Any = blocks.mlp.down
-    return jax.tree.map(
-        lambda x: x.astype(layer.dtype) if x.ndim > 2 else x,  # [L, in, out]
-        blocks,
-    )
+
+    def cast(x: Array) -> Array:
+        # [L, in, out]; what is in 8 bits has no gradients.
+        return x.astype(layer.dtype) if x.ndim > 2 and x.dtype.itemsize > 1 else x
+
+    return jax.tree.map(cast, blocks)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))

@@ -18,9 +18,10 @@ from jaxtyping import Array, Float
 from jaxscale.keywords import explain_keywords
 from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.nn.norms import RMSNorm
-from jaxscale.sharding.fp8 import Fp8, Norm, check_fp8
+from jaxscale.sharding.fp8 import Fp8, Norm, RoundedWeight, Weight, check_fp8
 from jaxscale.sharding.operations import constrain, contract
-from jaxscale.sharding.parameters import partitioned
+from jaxscale.sharding.parameters import logical_axes, partitioned
+from jaxscale.sharding.rounded_weights import rounded_weight
 from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
 from jaxscale.sharding.shards import Shards, per_shard
 from jaxscale.sharding.tensor_parallel import (
@@ -58,6 +59,8 @@ class Linear(nnx.Module):
     quantization: Fp8 = None
     low_rank: Any = None
     """A `LowRank` or `LowRankStack` of `jaxscale.nn.lora`, whose output is added."""
+    rounded: Any = None
+    """The kernel in fp8, from `round_kernels`; None rounds it at each call."""
 
     @explain_keywords
     def __init__(
@@ -168,12 +171,18 @@ class Linear(nnx.Module):
         return (kernel.astype(jnp.float32) + self.low_rank.delta()).astype(kernel.dtype)
 
     @property
-    def factor(self) -> Float[Array, "in out"]:
+    def factor(self) -> Weight:
         """The kernel as `column_parallel` and `row_parallel` take it.
 
-        Matmuls in fp8 round it themselves, in the pass that reads it.
+        Matmuls in fp8 round it themselves, in the pass that reads it, unless
+        `round_kernels` has.
         """
-        return self.weight if self.quantization is None else self.kernel[...]
+        if self.quantization is None:
+            return self.weight
+        kernel = self.kernel[...]
+        if self.rounded is None:
+            return kernel
+        return RoundedWeight(kernel, *self.rounded)
 
     def check_input(self, x: Array, ndim: int | None = None) -> None:
         """Raise where `x` is no input of this layer.
@@ -210,6 +219,32 @@ class Linear(nnx.Module):
         # The bias is stored split like the kernel; it is added split like the result.
         bias = self.bias[...].astype(self.dtype)
         return out + constrain(bias, self.out_axes[-1:], self.rules)
+
+
+def round_kernels[Model: nnx.Module](model: Model) -> Model:
+    """`model` whose fp8 layers multiply by kernels that are rounded once, here.
+
+    Gradients are still those of the parameters. It takes 2 bytes for each number.
+    Layers that `jaxscale.sharding.rounded_weights` does not cover round at each call.
+    """
+    result: Any = jax.tree.map(lambda p: p, model)
+    for _, layer in nnx.iter_modules(result):
+        if not isinstance(layer, Linear) or layer.quantization is None:
+            continue
+        kernel: Any = layer.kernel
+        if (stacked := kernel.ndim == 3) or kernel.ndim == 2:
+            w, axes = kernel[...], logical_axes(kernel)
+            found = rounded_weight(
+                w if stacked else w[None],
+                axes if stacked else (None, *axes),
+                rules=layer.rules,
+                dtype=layer.dtype,
+                quantization=layer.quantization,
+            )
+            if not stacked:
+                found = jax.tree.map(lambda x: x[0], found)
+            layer.rounded = None if found is None else nnx.data(found)
+    return result
 
 
 class _TensorParallelLinear(Linear):

@@ -22,7 +22,9 @@ matmul    left, scales along          right, scales along
 With one scale per tensor ("fp8_tensorwise") the forms differ only by a transposition.
 
 Operands whose matmuls a fused kernel adds up share one scale per row. What is rounded
-where, and sent in which type, is in ``docs/fp8.md``.
+where, and sent in which type, is in ``docs/fp8.md``. Each call rounds its weights,
+unless it is given a `RoundedWeight`: with gradient accumulation, weights are rounded
+once a step.
 
 Scales are powers of two, so a value keeps its mantissa when it is rescaled. Therefore
 activations are saved for the backward pass in fp8, operands are rounded once although
@@ -99,6 +101,47 @@ class Scaled(NamedTuple):
     largest: Array | None = None
     """[K], fp32, with a scale per row: the largest magnitude of each column, from which
     a matmul that contracts the rows takes its scales."""
+
+
+class RoundedWeight(NamedTuple):
+    """A weight that was rounded before, by `round_weights`."""
+
+    weight: Array
+    """[K, N], in any floating-point type: what its gradient is of. It is not read."""
+    rows: Scaled
+    """[K, N], E4M3. Of what is stored in parts, a device has some rows of the data, and
+    all scales."""
+    turned: Scaled
+    """[N, K], in the same way."""
+
+
+type Weight = Array | RoundedWeight
+
+
+def parameter_of(w: Weight) -> Array:
+    """The parameter itself."""
+    return w.weight if isinstance(w, RoundedWeight) else w
+
+
+def axes_of(
+    w: Weight,
+    axes: tuple[str | None, str | None],
+    stored: tuple[tuple[str, ...], tuple[str, ...]],
+) -> Any:
+    """The logical axes of what a weight consists of.
+
+    Args:
+        w: The weight.
+        axes: The logical axes of its rows and columns.
+        stored: Over which mesh axes each of them is stored in parts.
+    """
+    if not isinstance(w, RoundedWeight):
+        return axes
+    along = next((a for a, names in zip(axes, stored, strict=True) if names), None)
+    data: Any = (along, None)
+    scale: Any = (None,) * w.rows.scale.ndim
+    weight: Any = axes
+    return RoundedWeight(weight, Scaled(data, scale), Scaled(data, scale))
 
 
 def check_fp8(quantization: str | None) -> None:
@@ -262,19 +305,79 @@ class _Form(NamedTuple):
         return self._replace(stored=self.stored[start:stop])
 
 
+def round_weights(
+    ws: Float[Array, "L K N"],
+    dtype: DTypeLike,
+    quantization: Fp8,
+    *,
+    rows: tuple[str, ...] = (),
+    columns: tuple[str, ...] = (),
+) -> tuple[Scaled, Scaled]:
+    """The weights of layers in fp8, in both layouts, as matmuls would round them.
+
+    Args:
+        ws: Parameters of this device.
+        dtype: Type of the computation, to which they are rounded first.
+        quantization: A scale per row, or one per tensor.
+        rows: Mesh axes over which their rows are stored in parts, or...
+        columns: ...their columns, with a scale per row. They divide both dimensions.
+
+    Returns:
+        The stacks of `RoundedWeight.rows` and of `RoundedWeight.turned`.
+    """
+
+    def round_one(w: Array) -> tuple[Scaled, Scaled]:
+        x = quantize_operand(w, E4M3, quantization, through=dtype)
+        if columns:
+            turned = _turned_part(x, columns)
+            return _transposed(turned), turned
+        if rows:
+            x = x._replace(largest=_largest_everywhere(x, rows))
+        return x, _transposed(x)
+
+    straight, turned = jax.lax.map(round_one, ws)
+    # Parts of columns [L, K, N / d] become parts of rows [L, K / d, N].
+    if columns:
+        straight = straight._replace(data=_exchanged(straight.data, columns))
+    if rows:
+        scale = jax.lax.all_gather(straight.scale, rows, axis=1, tiled=True)
+        straight = straight._replace(scale=scale)
+        turned = turned._replace(data=_exchanged(turned.data, rows))
+    if columns:
+        scale = jax.lax.all_gather(turned.scale, columns, axis=1, tiled=True)
+        turned = turned._replace(scale=scale)
+    return straight._replace(largest=None), turned._replace(largest=None)
+
+
+def _exchanged(x: Array, names: tuple[str, ...]) -> Array:
+    return jax.lax.all_to_all(x, names, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _turned_part(x: Scaled, names: tuple[str, ...]) -> Scaled:
+    """The transpose of columns, with the largest number of each row of all devices."""
+    # Zeros here, whose scale is one, may be part of a row of small numbers.
+    some = (x.data.astype(jnp.float32) != 0).any(-1)
+    scale = _largest_of(jnp.where(some, x.scale, 0), names)
+    most = scale * float(jnp.finfo(E4M3).max)
+    return _transposed(x)._replace(largest=most)
+
+
 def _weights(
-    ws: Sequence[Array], dtype: DTypeLike, form: _Form, *, turned: bool
+    ws: Sequence[Weight], dtype: DTypeLike, form: _Form, *, turned: bool
 ) -> list[Scaled]:
     """[K, N] each, or transposed, rounded to `dtype` and then to fp8, and gathered."""
     found = []
     for w, (rows, columns) in zip(ws, form.stored or _WHOLE * len(ws), strict=True):
+        if isinstance(w, RoundedWeight):
+            x = w.turned if turned else w.rows
+            if names := rows or columns:
+                whole = jax.lax.all_gather(x.data, names, axis=0, tiled=True)
+                x = x._replace(data=whole)
+            found.append(x)
+            continue
         x = quantize_operand(w, E4M3, form.quantization, through=dtype)
         if columns:  # scales of rows are not known before those of others
-            # Zeros here, whose scale is one, may be part of a row of small numbers.
-            some = (x.data.astype(jnp.float32) != 0).any(-1)
-            scale = _largest_of(jnp.where(some, x.scale, 0), columns)
-            most = scale * float(jnp.finfo(E4M3).max)
-            x = _transposed(x)._replace(largest=most)
+            x = _turned_part(x, columns)
         if names := rows or columns:
             data, scale = (
                 jax.lax.all_gather(part, names, axis=0, tiled=True)
@@ -289,22 +392,36 @@ def _weights(
 _WHOLE: Stored = (((), ()),)
 
 
+def _unread(ws: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    """What the backward pass needs of weights."""
+    return tuple(
+        w._replace(weight=jnp.zeros((), w.weight.dtype))
+        if isinstance(w, RoundedWeight)
+        else w
+        for w in ws
+    )
+
+
 def _gradients_of_weights(
-    ws: Sequence[Array],
+    ws: Sequence[Weight],
     columns: Sequence[Scaled],
     gs: Sequence[Scaled],
     dtype: DTypeLike,
     form: _Form,
-) -> tuple[Array, ...]:
+) -> tuple[Any, ...]:
     """``columns @ g`` for each weight, rounded to `dtype`: the parts stored here."""
-    found = []
+    found: list[Any] = []
+    none: Any = None
     stored = form.stored or _WHOLE * len(ws)
     for w, x, g, (rows, features) in zip(ws, columns, gs, stored, strict=True):
         dw = _product(x, g, dtype)
         if names := rows or features:
             along = 0 if rows else 1
             dw = jax.lax.psum_scatter(dw, names, scatter_dimension=along, tiled=True)
-        found.append(dw.astype(w.dtype))
+        if isinstance(w, RoundedWeight):
+            found.append(RoundedWeight(dw.astype(w.weight.dtype), none, none))
+        else:
+            found.append(dw.astype(w.dtype))
     return tuple(found)
 
 
@@ -413,21 +530,21 @@ def _gradients(gs: Sequence[Array], form: _Form) -> tuple[list[Scaled], list[Sca
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _column(
-    form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
+    form: _Form, x: Array, norm: Array | None, ws: tuple[Weight, ...]
 ) -> tuple[Array, ...]:
     """``norm(x) @ w`` for each w and the gathered tokens."""
     return _column_forward(form, x, norm, ws)[0]
 
 
 def _column_forward(
-    form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
+    form: _Form, x: Array, norm: Array | None, ws: tuple[Weight, ...]
 ) -> tuple[Any, Any]:
     kept = _kept(_input(x, norm, form))
     weights = _weights(ws, x.dtype, form, turned=True)
     outs, _ = _gather_and_multiply(_read(kept), weights, x.dtype, form)
     outs = tuple(checkpoint_name(out, OUT_NAME) for out in outs)
     like = jnp.zeros((), x.dtype)
-    return outs, (kept, None if norm is None else x, norm, ws, like)
+    return outs, (kept, None if norm is None else x, norm, _unread(ws), like)
 
 
 def _column_backward(form: _Form, kept: Any, gs: tuple[Array, ...]) -> Any:
@@ -455,25 +572,28 @@ _column.defvjp(_column_forward, _column_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _row(form: _Form, xs: tuple[Array, ...], ws: tuple[Array, ...]) -> Array:
+def _row(form: _Form, xs: tuple[Array, ...], ws: tuple[Weight, ...]) -> Array:
     """Reduce-scatter of the sum of ``x @ w`` over all pairs."""
     return _row_forward(form, xs, ws)[0]
 
 
 def _row_forward(
-    form: _Form, xs: tuple[Array, ...], ws: tuple[Array, ...]
+    form: _Form, xs: tuple[Array, ...], ws: tuple[Weight, ...]
 ) -> tuple[Any, Any]:
     return _row_of(form, _operands(xs, E4M3, form), ws, xs[0].dtype)
 
 
 def _row_of(
-    form: _Form, xs: Sequence[Scaled], ws: tuple[Array, ...], dtype: DTypeLike
+    form: _Form, xs: Sequence[Scaled], ws: tuple[Weight, ...], dtype: DTypeLike
 ) -> tuple[Any, Any]:
     kept = [_kept(x) for x in xs]
-    joined, one = ([jnp.concatenate(ws)], form.part(0, 1)) if form.fused else (ws, form)
+    joined, one = ws, form
+    if form.fused:
+        joined, one = [jnp.concatenate([*map(parameter_of, ws)])], form.part(0, 1)
     ws8 = _weights(joined, dtype, one, turned=True)
     out = _multiply_and_scatter([_read(x) for x in kept], ws8, dtype, form)
-    return checkpoint_name(out, OUT_NAME), (kept, ws, jnp.zeros((), dtype))
+    kept = kept, _unread(ws), jnp.zeros((), dtype)
+    return checkpoint_name(out, OUT_NAME), kept
 
 
 def _row_backward(form: _Form, kept: Any, g: Array) -> Any:
@@ -492,7 +612,7 @@ _row.defvjp(_row_forward, _row_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _feed_forward(
-    form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
+    form: _Form, x: Array, norm: Array | None, ws: tuple[Weight, ...]
 ) -> Array:
     """A gated feed-forward network: its activations exist in fp8 and before the gate.
 
@@ -502,7 +622,7 @@ def _feed_forward(
 
 
 def _feed_forward_forward(
-    form: _Form, x: Array, norm: Array | None, ws: tuple[Array, ...]
+    form: _Form, x: Array, norm: Array | None, ws: tuple[Weight, ...]
 ) -> tuple[Any, Any]:
     (gate, up), column = _column_forward(form.part(0, 2), x, norm, ws[:2])
     hidden = quantize_gated(
@@ -529,7 +649,7 @@ _feed_forward.defvjp(_feed_forward_forward, _feed_forward_backward)
 
 def fp8_all_gather_matmul(
     x: Float[Array, "B T K"],
-    kernels: Sequence[Float[Array, "_K _N"]],
+    kernels: Sequence[Weight],
     *,
     axis_names: tuple[str, ...],
     quantization: Fp8,
@@ -544,7 +664,8 @@ def fp8_all_gather_matmul(
 
     Args:
         x: Activations of this device.
-        kernels: Parameters, in any floating-point type.
+        kernels: Parameters [K, N], in any floating-point type; with `fused` and axes no
+            `RoundedWeight`.
         axis_names: Mesh axes to gather the tokens over; none if they are whole.
         quantization: A scale per row, or one per tensor.
         fused: Take kernels that communicate, over one axis, where they were tuned and
@@ -562,7 +683,7 @@ def fp8_all_gather_matmul(
 
 def fp8_matmul_reduce_scatter(
     xs: Sequence[Float[Array, "B T _K"]],
-    kernels: Sequence[Float[Array, "_K _N"]],
+    kernels: Sequence[Weight],
     *,
     axis_names: tuple[str, ...],
     quantization: Fp8,
@@ -581,7 +702,7 @@ def fp8_matmul_reduce_scatter(
 
 def fp8_feed_forward(
     x: Float[Array, "B T K"],
-    kernels: Sequence[Float[Array, "..."]],
+    kernels: Sequence[Weight],
     *,
     axis_names: tuple[str, ...],
     activation: str,

@@ -39,10 +39,13 @@ from jaxscale.sharding.fp8 import (
     Fp8,
     Norm,
     Stored,
+    Weight,
+    axes_of,
     check_fp8,
     fp8_all_gather_matmul,
     fp8_feed_forward,
     fp8_matmul_reduce_scatter,
+    parameter_of,
 )
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.rules import AxisRules
@@ -83,7 +86,7 @@ def launch_in_order() -> None:
 
 def column_parallel(
     x: Float[Array, "B T K"],
-    kernels: Sequence[Float[Array, "K _N"]],
+    kernels: Sequence[Weight],
     *,
     kernel_axes: Sequence[tuple[str | None, str | None]],
     out_axes: Sequence[Sequence[str | None]],
@@ -99,7 +102,8 @@ def column_parallel(
 
     Args:
         x: Activations, split along the tokens or not.
-        kernels: Parameters in the type of the computation.
+        kernels: Parameters [K, N] in the type of the computation; in fp8 in any type,
+            or from `rounded_weight`.
         kernel_axes: Logical axes of each kernel.
         out_axes: Logical axes of each result.
         rules: Mesh axes of each logical axis.
@@ -147,7 +151,7 @@ def column_parallel(
     else:
         x = constrain(x, _WHOLE, rules)
         return tuple(
-            contract("btk,kn->btn", x, w, w_axes, axes, rules)
+            contract("btk,kn->btn", x, parameter_of(w), w_axes, axes, rules)
             for w, w_axes, axes in zip(kernels, kernel_axes, out_axes, strict=True)
         )
 
@@ -169,7 +173,7 @@ def _normed(scale: Sequence[Array], norm: Norm) -> dict[str, Norm]:
 
 def feed_forward(
     x: Float[Array, "B T K"],
-    kernels: Sequence[Float[Array, "..."]],
+    kernels: Sequence[Weight],
     *,
     kernel_axes: Sequence[tuple[str | None, str | None]],
     out_axes: Sequence[str | None],
@@ -229,7 +233,7 @@ def feed_forward(
 
 def row_parallel(
     xs: Sequence[Float[Array, "B T _K"]],
-    kernels: Sequence[Float[Array, "_K N"]],
+    kernels: Sequence[Weight],
     *,
     kernel_axes: Sequence[tuple[str | None, str | None]],
     out_axes: Sequence[str | None],
@@ -245,7 +249,8 @@ def row_parallel(
 
     Args:
         xs: Activations whose features are split as the rows of their kernel.
-        kernels: Parameters in the type of the computation.
+        kernels: Parameters [K, N] in the type of the computation; in fp8 in any type,
+            or from `rounded_weight`.
         kernel_axes: Logical axes of each kernel.
         out_axes: Logical axes of the result.
         rules: Mesh axes of each logical axis.
@@ -278,7 +283,7 @@ def row_parallel(
     region = _Region.of(xs, kernels, kernel_axes, rules, form, quantization, rows=True)
     if region is None or (quantization is None and not all(region.split)):
         outs = (
-            contract("btk,kn->btn", x, w, axes, out_axes, rules)
+            contract("btk,kn->btn", x, parameter_of(w), axes, out_axes, rules)
             for x, w, axes in zip(xs, kernels, kernel_axes, strict=True)
         )
         return functools.reduce(operator.add, outs)
@@ -332,8 +337,8 @@ def _part_of_sum(xs: Sequence[Array], kernels: Sequence[Array]) -> tuple[Array]:
     return (functools.reduce(operator.add, products).astype(xs[0].dtype)[None],)
 
 
-def _check_shapes(xs: Sequence[Array], kernels: Sequence[Array]) -> None:
-    for x, kernel in zip(xs, kernels, strict=True):
+def _check_shapes(xs: Sequence[Array], kernels: Sequence[Weight]) -> None:
+    for x, kernel in zip(xs, map(parameter_of, kernels), strict=True):
         if x.ndim != 3 or x.shape[-1] != kernel.shape[0]:
             raise ValueError(
                 f"x has shape {x.shape} and its kernel {kernel.shape}, expected "
@@ -424,7 +429,7 @@ class _Region:
     def of(
         cls,
         xs: Sequence[Array],
-        kernels: Sequence[Array],
+        kernels: Sequence[Weight],
         kernel_axes: Sequence[tuple[str | None, str | None]],
         rules: AxisRules,
         tensor_parallel: TensorParallel,
@@ -461,7 +466,7 @@ class _Region:
         )
         x_axes = [("batch", None, axis if rows else None) for axis in features]
         in_axes = [*x_axes[: len(xs)], *kernel_axes]
-        shards = Shards.of([*xs, *kernels], in_axes, rules)
+        shards = Shards.of([*xs, *map(parameter_of, kernels)], in_axes, rules)
         sizes = shards.mesh.shape
 
         def dividing(axis: str | None) -> tuple[str, ...]:
@@ -486,7 +491,7 @@ class _Region:
         )
         if quantization != "fp8":
             return region
-        fused = tensor_parallel == "fused" and len(kernels) > 1
+        fused = tensor_parallel == "fused" and tokens and len(kernels) > 1
         stored = region.storage(kernel_axes)
         # A kernel joins its weights along the other axis than that of their parts.
         joins = fused and any(each != stored[0] or each[not rows] for each in stored)
@@ -530,7 +535,7 @@ class _Region:
         self,
         product: Callable[[Sequence[Array], Sequence[Array]], tuple[Array, ...]],
         xs: Sequence[Array],
-        kernels: Sequence[Array],
+        kernels: Sequence[Weight],
         out_axes: Sequence[Sequence[str | None]],
     ) -> tuple[Array, ...]:
         """``product(xs, kernels)`` of each device's shards, with unsharded kernels.
@@ -541,7 +546,11 @@ class _Region:
         shards, count = self.shards, len(xs)
         storing = shards.free.difference(*self.split)
         if not self.stored and any(map(any, self.storage(shards.in_axes[count:]))):
-            kernels = [w.astype(xs[0].dtype) for w in kernels]
+            kernels = [parameter_of(w).astype(xs[0].dtype) for w in kernels]
+        stored = self.stored or [((), ())] * len(kernels)
+        axes = map(axes_of, kernels, shards.in_axes[count:], stored)
+        in_axes = (*shards.in_axes[:count], *axes)
+        shards = dataclasses.replace(shards, in_axes=in_axes)
         args = shards.place([*xs, *kernels])
         return shards.over(
             lambda *args: product(args[:count], args[count:]),

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxscale.nn.context import own_part
+from jaxscale.nn.linear import round_kernels
 from jaxscale.sharding.manual import scattered, summed, whole
 from jaxscale.sharding.operations import constrain, reshape
 from jaxscale.sharding.parameters import logical_axes, specs
@@ -78,6 +79,7 @@ def accumulated(
 
     def gradients(model: Any, batch: Any) -> tuple[LossSums, Any]:
         graph, params, rest = nnx.split(model, nnx.Param, ...)
+        dtype = getattr(model, "dtype", None)
         context = _shared(rules.context)
         apart = not tables.is_uniform or microbatches > 1 or context
         rows = _manual_rows(params, rules, tables.computed)
@@ -87,20 +89,29 @@ def accumulated(
         split = specs(params, tables.moments.only(manual))
         placed = specs(params, rules)
 
-        def one(params: Any, rest: Any, batch: Any) -> tuple[LossSums, Any]:
-            (_, sums), grads = jax.value_and_grad(
-                lambda p: loss(nnx.merge(graph, p, rest), batch), has_aux=True
-            )(params)
+        def one(merge: Any, params: Any, batch: Any) -> tuple[LossSums, Any]:
+            def of(receivers: Any) -> tuple[Array, LossSums]:
+                return loss(merge(jax.tree.map(_read, receivers, params)), batch)
+
+            receivers = cast_layers(params, dtype)
+            (_, sums), grads = jax.value_and_grad(of, has_aux=True)(receivers)
+            if microbatches == 1:
+                grads = jax.tree.map(_as_written, grads)
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
             grads = jax.tree.map(scattered, grads, added, placed)
             return sums, constrain_variables(grads, tables.gradients)
 
         def of_rows(params: Any, rest: Any, batch: Any) -> tuple[LossSums, Any]:
             batch = own_part(batch, rules)
+            merge = lambda p: nnx.merge(graph, p, rest)  # noqa: E731
             if tables.parameters != tables.computed:
-                params = cast_layers(params, getattr(model, "dtype", None))
+                params = cast_layers(params, dtype)
                 params = jax.tree.map(whole, params, stored, placed)
-            add = functools.partial(one, params, rest)
+            if microbatches > 1:
+                # Once for all of them, and not again where layers are recomputed.
+                merge = _rounded(merge(params))
+                params = cast_layers(params, dtype)
+            add = functools.partial(one, merge, params)
             sums, grads = _add_microbatches(add, batch, microbatches, rules)
             return sum_once(sums, grads, manual, split=split, done=added, placed=placed)
 
@@ -117,6 +128,39 @@ def accumulated(
         return sums, constrain_variables(grads, tables.moments)
 
     return gradients
+
+
+def _rounded(model: Any) -> Callable[[Any], Any]:
+    """A function of the parameters of `model`, with its kernels of fp8 rounded here."""
+    graph, _, rest = nnx.split(round_kernels(model), nnx.Param, ...)
+    return lambda params: nnx.merge(graph, params, rest)
+
+
+@jax.custom_vjp
+def _read(receiver: Array, value: Array) -> Array:
+    """`value`, whose gradient `receiver` gets, in its type."""
+    del receiver
+    return value
+
+
+def _read_forward(receiver: Array, value: Array) -> tuple[Array, Array]:
+    return value, jnp.zeros((), receiver.dtype)
+
+
+def _read_backward(like: Array, gradient: Array) -> tuple[Array, None]:
+    return gradient.astype(like.dtype), None
+
+
+_read.defvjp(_read_forward, _read_backward)
+
+
+def _as_written(gradient: Array) -> Array:
+    """The gradient of a stack of layers, joined once for the norm and the optimizer.
+
+    Each would join it again, and could not share a pass with others. Where gradients
+    are accumulated, the sum alone reads them.
+    """
+    return jax.lax.optimization_barrier(gradient) if gradient.ndim > 2 else gradient
 
 
 def _manual_rows(params: Any, rules: AxisRules, computed: AxisRules) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ four rows are one transposition of 4 x 4 bytes, and writes 16 bytes of each colu
 Axis letters: M rows, K columns.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -48,6 +49,9 @@ _LANES = 128
 _WIDEST_OF_THREE = 4096
 """Columns up to which registers let three blocks of a multiprocessor run at a time; of
 wider rows two."""
+
+_AT_A_TIME = 2048
+"""Numbers of a row that `quantize_gated_gradients` computes at a time, 16 a lane."""
 
 _WIDE = ("bfloat16", "float16", "float32")
 
@@ -175,10 +179,9 @@ def quantize_gated_gradients(
     (m, k), through = gate.shape, gate.dtype
     width, layout = _row_layout(k, through)
     lines = k // width
-    size = next(n for n in range(2, lines + 1) if lines % n == 0)
     turns = pl.cdiv(m, 2 * device.num_sms)
     blocks = pl.cdiv(m, turns)
-    parts = [pl.ds(start, size) for start in range(0, lines, size)]
+    parts = _parts(lines, width)
 
     def body(*refs: Ref, held: Ref) -> None:
         *in_refs, scale_ref, data_refs, largest_refs = (
@@ -192,7 +195,7 @@ def quantize_gated_gradients(
         def turn(i: Any, largest: Any) -> Any:
             row = jnp.minimum(i * blocks + block, m - 1)
             seen: list[Any] = []
-            most: Any = None
+            most: dict[int, Any] = {}  # of parts of each size
             for part, before in zip(parts, largest, strict=True):
                 z, u, d = (
                     plgpu.load(ref.at[row, part], layout=layout, optimized=False)
@@ -207,20 +210,25 @@ def quantize_gated_gradients(
                 sizes = [jnp.abs(x) for x in found]
                 seen.append([*map(jnp.maximum, before, sizes)])
                 both = jnp.maximum(*sizes)
-                most = both if most is None else jnp.maximum(most, both)
-            most = _bits(jnp.max(most, 0).astype(jnp.float32))  # [width]
-            scale = scale_bits(jnp.max(most), dtype)
-            inverse = _number(lax.broadcast(inverse_bits(scale), (size, width)))
+                other = most.get(part.size)
+                most[part.size] = both if other is None else jnp.maximum(other, both)
+            row_of = [jnp.max(x, 0) for x in most.values()]  # [width] each
+            bits = _bits(functools.reduce(jnp.maximum, row_of).astype(jnp.float32))
+            scale = scale_bits(jnp.max(bits), dtype)
             for part in parts:
+                inverse = lax.broadcast(inverse_bits(scale), (part.size, width))
                 for j, data_ref in enumerate(data_refs):
                     x = plgpu.load(held.at[j, part], layout=layout, optimized=False)
-                    wide = x.astype(jnp.float32) * inverse
+                    wide = x.astype(jnp.float32) * _number(inverse)
                     data_ref[row, part] = wide.astype(dtype)
             scale_ref[row] = scale
             return seen
 
-        nothing = plgpu.layout_cast(jnp.zeros((size, width), through), layout)
-        largest = lax.fori_loop(0, turns, turn, [[nothing] * 2 for _ in parts])
+        nothing = [
+            [plgpu.layout_cast(jnp.zeros((part.size, width), through), layout)] * 2
+            for part in parts
+        ]
+        largest = lax.fori_loop(0, turns, turn, nothing)
         for part, each in zip(parts, largest, strict=True):
             for ref, x in zip(largest_refs, each, strict=True):
                 ref[block, part] = x
@@ -349,6 +357,15 @@ def _row_layout(k: int, dtype: jnp.dtype) -> tuple[int, Any]:
     tiling = plgpu.Tiling(((1, width), (width // 4,), (piece,)))
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     return width, layout
+
+
+def _parts(lines: int, width: int) -> list[Any]:
+    """The lines of a row that are computed at a time: about `_AT_A_TIME` numbers."""
+    size = max(2, _AT_A_TIME // width)
+    ends = [*range(size, lines - 1, size), lines]  # no line is alone: see `_row_layout`
+    return [
+        pl.ds(start, end - start) for start, end in zip([0, *ends], ends, strict=False)
+    ]
 
 
 def _check_rows(x: jax.Array, through: jnp.dtype) -> None:

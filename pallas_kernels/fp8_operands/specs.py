@@ -35,6 +35,7 @@ SPECS: tuple[Fp8OperandSpec, ...] = (
         name="llama3_8b_key_gradient_8192", m=8192, k=1024, dtype="float8_e5m2"
     ),
     Fp8OperandSpec(name="llama3_8b_mlp_tp4_8192", m=8192, k=3584),
+    Fp8OperandSpec(name="llama2_7b_mlp_8192", m=8192, k=11008),  # 43 times 256
     Fp8OperandSpec(
         name="llama3_8b_key_gradient_tp4_8192", m=8192, k=256, dtype="float8_e5m2"
     ),

@@ -437,8 +437,11 @@ def _packing(
                 "cu_seqlens_q is None but cu_seqlens_k is given; pass both, or neither "
                 "for rows that are one sequence"
             )
+        # Not an array of numpy: `jax.checkpoint` with `prevent_cse` for each argument
+        # cannot transpose a `jax.shard_map` that holds one (JAX 0.11.2).
+        ends = jnp.arange(2, dtype=jnp.int32)
         whole_q, whole_k = (
-            jnp.asarray(np.tile(np.array([0, size], np.int32), (*rows, 1)))
+            jnp.broadcast_to(ends * size, (*rows, 2))
             for size in (num_queries, num_keys)
         )
         return whole_q, None if num_queries == num_keys else whole_k

@@ -21,6 +21,7 @@ from jaxscale.training.step import (
     next_token_loss,
     state_shardings,
 )
+from pallas_kernels.mosaic import H200, use_device
 from tests.sharding.test_rules import collectives_of
 from tests.training import toy
 
@@ -373,3 +374,23 @@ def test_extra_transforms_see_the_update_before_the_learning_rate():
     state, _ = step(state, toy.batch(0))
     for x, y in zip(arrays(state.model), before, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_recomputed_layers_on_shards_of_rows_are_traced_for_hopper():
+    """Rows without boundaries, whose attention is a kernel on each device."""
+    config = dataclasses.replace(
+        preset("llama_tiny"), d_model=128, num_heads=2, num_kv_heads=2, head_dim=64
+    )
+    model = Decoder(
+        config,
+        dtype=jnp.bfloat16,
+        remat="attention",
+        scan_layers=False,
+        rules=fsdp_tp(),
+        rngs=nnx.Rngs(0),
+    )
+    tokens = jnp.zeros((2, 64), jnp.int32)
+    with use_device(H200), jax.set_mesh(make_mesh({"fsdp": 2}, jax.devices()[:2])):
+        loss = lambda model: model.hidden(tokens).astype(jnp.float32).sum()  # noqa: E731
+        program = str(jax.jit(jax.grad(loss)).trace(model).jaxpr)
+    assert "varlen_attention_backward" in program

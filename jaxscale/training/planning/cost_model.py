@@ -227,8 +227,10 @@ _ELEMENTWISE = 1.4
 # gradients of a microbatch, and by a pass of a layer that is sliced out of chunks.
 _ACCUMULATION, _LAYER_COPIES = 12, 4
 # Bytes read and written to round a value of an input, of a gradient and of a parameter
-# to fp8, in forward and backward pass together.
+# to fp8, in forward and backward pass together; and per parameter that is rounded once
+# a step for all microbatches.
 _ROUNDING = {"fp8": (5, 5, 12), "fp8_tensorwise": (7, 6, 20)}
+_ROUNDED_ONCE = 9
 
 
 def step_time(
@@ -356,6 +358,8 @@ def _rounding(shape: Shape, layout: Layout) -> tuple[float, float]:
     if layout.quantization is None:
         return 0.0, 0.0
     inputs, gradients, parameters = _ROUNDING[layout.quantization]
+    if layout.microbatches > 1 and layout.pipe == layout.tensor == 1:
+        parameters = _ROUNDED_ONCE / layout.microbatches
     heads, d = shape.num_heads * shape.head_dim, shape.d_model
     read = 2 * d + heads + shape.d_ff
     made = 2 * d + heads + 2 * shape.num_kv_heads * shape.head_dim

@@ -19,6 +19,7 @@ CASES = {case.name: case for case in manifest.fp8_operand_cases()}
         ("llama3_8b_up_per_tensor", ["quantize_and_transpose", "transpose"]),
         ("llama3_8b_hidden_8192_norm", ["quantize_rms_norm"]),
         ("llama3_8b_mlp_8192_gated", ["quantize_gated_gradients", "quantize_gated"]),
+        ("llama2_7b_mlp_8192_gated", ["quantize_gated_gradients", "quantize_gated"]),
     ],
 )
 def test_nothing_is_spilled_and_little_is_written_besides(name, names):

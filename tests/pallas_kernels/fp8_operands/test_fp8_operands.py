@@ -174,7 +174,7 @@ def test_what_is_rounded_as_it_is_computed_is_what_the_definition_gives():
     ("m", "k"),
     [
         (20, 512),
-        (37, 1408),  # eleven lines of a row, and groups of rows that overlap
+        (37, 2432),  # parts of 16 and of 3 lines, and groups of rows that overlap
         (8, 4096),  # two parts of a row
     ],
 )
