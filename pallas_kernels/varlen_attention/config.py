@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -32,8 +33,14 @@ _SHORT, _SHORT_BACKWARD = 384, 256
 """Largest average lengths for blocks of one warpgroup, by pass: for longer sequences,
 seven matmuls instead of five cost the backward pass more than they save."""
 
+_NARROW = 256
+"""Most keys of a query under a window for blocks of one warpgroup, whose 64 queries
+together see the fewest."""
+
 _LONG = 768
 """Average length from which one block per query head pays off."""
+
+_BLOCKS_OF_KEYS = (64, 128, 192, 256)
 
 HEAD_DIMS = (64, 128, 256)
 """Head dims that the kernels are built for; others are padded to the next."""
@@ -69,10 +76,18 @@ class ForwardBlocks:
     held: int = 0
     """Chunks of 64 columns of the queries that a warpgroup holds in registers, where
     the tensor cores read them without shared memory traffic."""
+    polynomial: int = 0
+    """With 8-bit operands, of how many pairs of weights one is a polynomial, where no
+    mask is; 0 is none."""
+    heads: int = 1
+    """Query heads of a tile, which read one key/value head: 1, or one a consumer. Then
+    a tile has 64 tokens, which under a window see fewer keys than more of them would.
+    """
 
     def __post_init__(self) -> None:
-        _check(self, consumers=(1, 2, 3), block_k=(64, 128, 192, 256), held=range(5))
-        _check_least(self, stages=2)
+        _check(self, consumers=(1, 2, 3, 4), block_k=_BLOCKS_OF_KEYS, held=range(5))
+        _check(self, heads=(1, self.consumers))
+        _check_least(self, stages=2, polynomial=0)
         if self.ping_pong and self.consumers != 2:
             raise ValueError(
                 f"ping_pong with consumers={self.consumers}, expected 2 of them"
@@ -80,8 +95,19 @@ class ForwardBlocks:
 
     @property
     def block_q(self) -> int:
-        """Queries per tile."""
-        return ROWS * self.consumers
+        """Tokens of the queries of a tile."""
+        return ROWS * self.consumers // self.heads
+
+    def place(self, head: Any, warpgroup: Any) -> tuple[Any, Any]:
+        """The first token in a tile and the query head of a consumer.
+
+        Args:
+            head: which of the heads, or pairs or more of them, the tile has.
+            warpgroup: the consumer.
+        """
+        if self.heads > 1:
+            return 0, head * self.heads + warpgroup
+        return warpgroup * ROWS, head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,7 +275,8 @@ def query_buffers(problem: Problem) -> int:
 
 def forward_smem(problem: Problem, blocks: ForwardBlocks) -> int:
     """Shared memory of a block of the forward kernel, barriers included."""
-    queries = smem_bytes((blocks.block_q, problem.head_dim), problem.dtype)
+    rows = ROWS * blocks.consumers
+    queries = smem_bytes((rows, problem.head_dim), problem.dtype)
     keys = smem_bytes((blocks.block_k, problem.head_dim), problem.dtype)
     values = smem_bytes((blocks.block_k, problem.value_size), problem.dtype)
     buffers = 1 if blocks.consumers == 1 else query_buffers(problem)
@@ -276,19 +303,22 @@ def backward_smem(problem: Problem, blocks: BackwardBlocks) -> int:
 
 
 def forward_blocks(
-    problem: Problem, device: DeviceSpec, alibi: bool = False
+    problem: Problem,
+    device: DeviceSpec,
+    alibi: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
 ) -> ForwardBlocks:
     """The forward blocks of a problem that was never tuned.
 
     Returns:
         Tiles of 128 queries, with head dim 64 of 192 without ALiBi; of 64, if the
         sequences are so short on average (token budget over maximum number of
-        sequences) that larger tiles would be half empty, or if all such tiles fit on
-        the GPU at once, and there are not so many sequences that blocks search long for
-        theirs. From head dim 128 on half of the columns of the queries are held in
-        registers: all of them were 5% slower with head dim 128 (trial), and with 256
-        they do not fit. With 8-bit operands steps are half as long and take half of the
-        room: more of them are under way.
+        sequences) that larger tiles would be half empty, if all such tiles fit on the
+        GPU at once, or if a window is narrow, and there are not so many sequences that
+        blocks search long for theirs. From head dim 128 on half of the columns of the
+        queries are held in registers, or more: all of them were 5% slower with head dim
+        128 (trial), and with 256 they do not fit. With 8-bit operands steps are half as
+        long and take half of the room: more of them are under way.
     """
     if problem.fp8:
         return ForwardBlocks(block_k=128 if problem.head_dim <= 128 else 64, stages=4)
@@ -297,11 +327,16 @@ def forward_blocks(
     if problem.head_dim == 64:
         tiles = problem.rows * problem.heads * math.ceil(problem.queries / ROWS)
         few = tiles <= _SHORT_BLOCKS * device.num_sms and keys <= _SHORT_KEYS
-        if (queries <= _SHORT or few) and problem.max_seqs <= MOST_SHORT_SEQUENCES:
+        left, right = window
+        narrow = None not in (left, right) and (left or 0) + (right or 0) < _NARROW
+        if (
+            queries <= _SHORT or few or narrow
+        ) and problem.max_seqs <= MOST_SHORT_SEQUENCES:
             return ForwardBlocks(consumers=1, block_k=64, overlap=False)
         return ForwardBlocks(consumers=3 if queries > 512 and not alibi else 2)
     if problem.head_dim in (96, 128, LATENT_DIMS[0]):
-        return ForwardBlocks(held=0 if alibi else 1)
+        held = 2 if problem.head_dim == LATENT_DIMS[0] else 1
+        return ForwardBlocks(held=0 if alibi else held)
     return ForwardBlocks(block_k=64, overlap=False, ping_pong=True, held=2)
 
 

@@ -279,7 +279,7 @@ def forward_from(
             **bias_scratch,
         },
         **launch(
-            (table.shape[0] - 1) * problem.heads,
+            (table.shape[0] - 1) * (problem.heads // blocks.heads),
             device,
             "varlen_attention",
             warpgroups=consumers + 1,
@@ -325,7 +325,7 @@ def transposed_values(v: Array, ends: Int[AnyArray, " R"]) -> Array:
     return lax.dynamic_update_slice_in_dim(turned, line, first, axis=3)
 
 
-_REGISTERS = {2: (24, 240), 3: (32, 160)}
+_REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}
 """Registers of a thread of the producer and of a consumer, by number of consumers.
 
 A block starts with as many for each thread as the whole file holds for that number of
@@ -368,13 +368,14 @@ def _body(
             _load_steps, problem, blocks, relative, bias, held, scratch
         )
         workers = lax.axis_size("worker")
-        together = heads_together(problem), problem.groups
+        together = heads_together(problem), problem.groups // blocks.heads
+        heads = problem.heads // blocks.heads
 
         def take(number: Scalar, ticket: Scalar) -> dict[str, Scalar]:
             """Tells the consumers which tile it is; without rows it is the end."""
             slots = table[0, published.index("slots")]
             slot, head = decode_block(ticket, slots, *together)
-            slot = jnp.where(head < problem.heads, slot, slots)
+            slot = jnp.where(head < heads, slot, slots)
             place = lax.rem(number, jnp.int32(2))
             line = scratch["tile_smem"].at[place]
             plgpu.barrier_wait(scratch["tile_empty"].at[place])
@@ -432,7 +433,8 @@ def _body(
 
             @pl.when(there)
             def _() -> None:
-                row, head = tile["row"], tile["head"]
+                row = tile["row"]
+                first, head = blocks.place(tile["head"], warpgroup)
                 sink = None if sinks is None else sinks[row, head]
                 slope = None if slopes is None else slopes[row, head]
                 descales = None
@@ -445,8 +447,8 @@ def _body(
                     problem, scores, blocks, tile, warpgroup,
                     sink, slope, scratch, buffer, steps, descales,
                 )  # fmt: skip
-                here = row, pl.ds(tile["q0"] + warpgroup * ROWS, ROWS), head
-                rows = tile["rows"] - warpgroup * ROWS
+                here = row, pl.ds(tile["q0"] + first, ROWS), head
+                rows = tile["rows"] - first
 
                 @pl.when(rows > 0)
                 def _() -> None:
@@ -517,7 +519,8 @@ def _load_queries(
     """The producer: queries of a block's nth tile."""
     buffer, smem = _query_buffer(problem, number), scratch["q_smem"][1]
     for w in range(blocks.consumers):
-        start, head = tile["q0"] + w * ROWS, tile["head"]
+        first, head = blocks.place(tile["head"], w)
+        start = tile["q0"] + first
         place = buffer * blocks.consumers + w
         plgpu.barrier_wait(scratch["q_empty"].at[place])
         full = scratch["q_full"].at[place]
@@ -538,7 +541,7 @@ def _load_steps(
 ) -> None:
     """The producer: keys and values of some steps of a tile."""
     row, head = tile["row"], tile["head"]
-    kv_head = lax.div(head, jnp.int32(problem.groups))
+    kv_head = lax.div(head, jnp.int32(problem.groups // blocks.heads))
 
     def step(i: Scalar, places: Any) -> Any:
         stage = lax.rem(steps + i, jnp.int32(blocks.stages))

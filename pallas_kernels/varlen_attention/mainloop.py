@@ -19,7 +19,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.fp8_fragments import as_fp8_operand
-from pallas_kernels.mosaic.lanes import any_of_warp, distances, keep_band
+from pallas_kernels.mosaic.lanes import (
+    any_of_warp,
+    distances,
+    exp2_by_two_units,
+    keep_band,
+)
 from pallas_kernels.varlen_attention.config import (
     ROWS,
     ForwardBlocks,
@@ -97,7 +102,7 @@ class ForwardMainloop:
             scratch[f"{name}_smem"][0] for name in "qkv"
         )
         self.shape = (ROWS, blocks.block_k)
-        self.q0 = tile["q0"] + warpgroup * ROWS
+        self.q0 = tile["q0"] + blocks.place(0, warpgroup)[0]
         # In few steps a branch takes longer than what it may leave out.
         self.on_demand = blocks.consumers > 1
         self.values_behind, _, self.value_width = problem.value_tiles(blocks.block_k)
@@ -226,7 +231,11 @@ class ForwardMainloop:
         if masked:  # a query may have seen nothing yet
             safe = jnp.where(m_new == -jnp.inf, jnp.zeros_like(m_new), m_new)
         s = s * factor if self.scores.plain else s
-        p = jnp.exp2(s - lax.broadcast_in_dim(safe, self.shape, [0]))
+        s = s - lax.broadcast_in_dim(safe, self.shape, [0])
+        if (every := self.blocks.polynomial) and not masked:
+            p = exp2_by_two_units(s, every)
+        else:
+            p = jnp.exp2(s)
         added = m - safe, jnp.sum(p, axis=1)
         scales = any_of_warp(grown) if on_demand else None
         return p, (m_new, limit, total), scales, added

@@ -217,7 +217,9 @@ class _Kernels:
     def forward_blocks(self, problem: Problem) -> ForwardBlocks:
         """Return the tiling of the forward kernel; raises where there is none."""
         alibi = self.scores.alibi
-        blocks = self.config.forward or forward_blocks(problem, self.device, alibi)
+        blocks = self.config.forward or forward_blocks(
+            problem, self.device, alibi, self.scores.window
+        )
         if self.scores.relative is not None and self.config.forward is None:
             blocks = ForwardBlocks(block_k=64)  # the terms take more room than the keys
         most = MOST_SHORT_SEQUENCES
@@ -230,6 +232,16 @@ class _Kernels:
             raise Unsupported(
                 "varlen_attention: consumers=1 takes no relative bias and at most "
                 f"{most} sequences, got {problem.max_seqs}; expected 2 or 3"
+            )
+        if problem.groups % blocks.heads or (self.scores.relative and blocks.heads > 1):
+            raise Unsupported(
+                f"varlen_attention: heads={blocks.heads} of {problem.groups} query "
+                "heads, expected a divisor, and 1 with a relative bias"
+            )
+        if blocks.polynomial and not problem.fp8:
+            raise Unsupported(
+                f"varlen_attention: polynomial={blocks.polynomial} with operands of"
+                " 16 bits, expected 0"
             )
         size = forward_smem(problem, blocks)
         if (relative := tile_terms(self.scores, blocks)) is not None:

@@ -379,10 +379,13 @@ def test_gradients_of_saturated_weights_are_as_good_as_in_plain_jax(config):
         (ForwardBlocks(consumers=1, block_k=64, overlap=False, held=1), 64),
         (ForwardBlocks(block_k=64, held=1), 128),
         (ForwardBlocks(block_k=64, held=3), 256),
+        (ForwardBlocks(block_k=64, heads=2), 64),
+        (ForwardBlocks(consumers=4, block_k=64, heads=4), 64),
     ],
 )
 def test_every_way_to_cut_the_forward_pass(blocks, head_dim):
-    q, k, v, _ = operands(72, 72, 1, 1, head_dim, jnp.dtype(jnp.float16))
+    heads = blocks.heads
+    q, k, v, _ = operands(72, 72, heads, 1, head_dim, jnp.dtype(jnp.float16))
     cu = np.array([0, 3, 70], np.int32)
     want = expected(q, k, v, q, np.zeros(q.shape[:2], np.float32), {}, cu, cu,
                     {"causal": True})  # fmt: skip
@@ -641,15 +644,19 @@ def problem_of(spec):
 
 
 def test_one_warpgroup_takes_short_sequences_and_few_tiles():
-    def consumers(seqs, length, heads=12, keys=None):
+    def consumers(seqs, length, heads=12, keys=None, window=(None, None)):
         problem = Problem(rows=1, queries=seqs * length, keys=seqs * (keys or length),
                           max_seqs=seqs, heads=heads, kv_heads=heads, head_dim=64,
                           dtype=BF16)  # fmt: skip
-        return forward_blocks(problem, H200).consumers
+        return forward_blocks(problem, H200, window=window).consumers
 
     assert consumers(16, 384) == 1 and consumers(16, 448) == 2
     assert consumers(1, 1024) == 1 and consumers(1, 1024, keys=16384) == 3
     assert consumers(1, 1024, heads=64) == 3  # more tiles than fit at once
+    assert consumers(8, 1024, heads=64, window=(127, 0)) == 1
+    assert consumers(8, 1024, heads=64, window=(64, 64)) == 1
+    assert consumers(8, 1024, heads=64, window=(1023, 0)) == 3
+    assert consumers(8, 1024, heads=64, window=(None, 0)) == 3
     assert consumers(1024, 8) == 2  # too many to search through
 
 
@@ -793,7 +800,8 @@ def test_needs_a_hopper_gpu():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ForwardBlocks(consumers=4), "consumers 4, expected one of"),
+        (lambda: ForwardBlocks(consumers=5), "consumers 5, expected one of"),
+        (lambda: ForwardBlocks(heads=3), "heads 3, expected one of"),
         (lambda: ForwardBlocks(stages=1), "stages 1, expected at least 2"),
         (lambda: ForwardBlocks(consumers=3, ping_pong=True), "expected 2 of them"),
         (lambda: BackwardBlocks(consumers=3), "consumers 3, expected one of"),

@@ -184,12 +184,14 @@ def test_heads_that_are_not_padded_to_128(head_dim, feature, lengths):
         ForwardBlocks(ping_pong=True),
         ForwardBlocks(block_k=64, stages=4),
         ForwardBlocks(held=1),
+        ForwardBlocks(heads=2, block_k=192),
+        ForwardBlocks(consumers=4, heads=4, block_k=64, stages=4),
     ],
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_way_to_cut_the_forward_pass(blocks, causal):
-    config = MosaicGpuConfig(forward=blocks)
-    check(AWKWARD, AWKWARD, 64, 2, {"causal": causal}, config=config)
+    config, heads = MosaicGpuConfig(forward=blocks), 1 if blocks.heads == 4 else 2
+    check(AWKWARD, AWKWARD, 64, heads, {"causal": causal}, config=config)
 
 
 @pytest.mark.parametrize("head_dim", BACKWARD_TILES)
