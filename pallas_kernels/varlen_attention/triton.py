@@ -1,8 +1,7 @@
 """Variable-length attention in Triton, for NVIDIA GPUs from Ampere on: the launches.
 
-`triton_kernels` has the kernels and says how they walk; the tables of tiles are made
-here, by a few operations on the device, and so is the choice of blocks. On Hopper the
-Mosaic GPU kernels come first.
+`triton_kernels` has the kernels and says how they walk; the choice of blocks is made
+here. On Hopper the Mosaic GPU kernels come first.
 
 Axes: R rows of the batch, B sequences, T packed queries, S packed keys, N query heads,
 K key/value heads, H head dim of queries and keys, Hv head dim of values.
@@ -15,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from pallas_kernels.dispatch import Unsupported, no_config
 from pallas_kernels.mosaic import DeviceSpec, as_varying, varying
@@ -28,10 +27,10 @@ from pallas_kernels.varlen_attention.inputs import (
     Scores,
     check_arrays,
 )
-from pallas_kernels.varlen_attention.segments import cut_cu_seqlens
 
 
 _WIDEST = 256  # head dim whose blocks the smallest of the GPUs hold
+_SEARCHED = 1024  # prefix sums that a program looks at together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +50,8 @@ class Launch:
 
     On an H200 that was 10 to 13% faster with heads of 256, and slower with others.
     """
+    one_loop: bool = False
+    """Whether all steps are masked, in one loop, instead of those that need it."""
 
 
 def launch_of(kernel: str, head_dim: int, device: DeviceSpec) -> Launch:
@@ -163,58 +164,6 @@ def varlen_attention_triton(
     return _Kernels(scores, device)
 
 
-def tile_table(
-    cu_rows: Int[Array, "R bounds"],
-    cu_columns: Int[Array, "R bounds"],
-    num_rows: int,
-    block: int,
-) -> Int[Array, "R tiles 4"]:
-    """Tiles of `block` rows, each within one sequence.
-
-    Rows past the last sequence are cut into tiles too. Where there are fewer tiles than
-    there is room for, the others are empty.
-
-    Args:
-        cu_rows: [R, B+1], prefix sums of the sequences, at most `num_rows`.
-        cu_columns: [R, B+1], the same over what the rows attend to.
-        num_rows: rows of the packed buffer.
-        block: rows of a tile.
-
-    Returns:
-        int32 [R, tiles, 4]: the first row of a tile, the end of its sequence, and where
-        the columns of its sequence begin and end; they end at -1 past the last
-        sequence, and an empty tile begins where it ends.
-
-    Example:
-        >>> tile_table(jnp.array([[0, 3, 5]]), jnp.array([[0, 2, 4]]), 6, 2)[0].tolist()
-        [[0, 3, 0, 2], [2, 3, 0, 2], [3, 5, 2, 4], [5, 6, 0, -1]]
-    """
-    rows, bounds = cu_rows.shape
-    tiles = (num_rows + bounds * (block - 1)) // block
-    total = jnp.full((rows, 1), num_rows, jnp.int32)
-    # One more sequence, of the rows that belong to none.
-    begin, end = cu_rows, jnp.concatenate([cu_rows[:, 1:], total], axis=1)
-    nothing = jnp.broadcast_to(jnp.array([[0, -1]], jnp.int32), (rows, 2))
-    first = jnp.concatenate([cu_columns[:, :-1], nothing[:, :1]], axis=1)
-    last = jnp.concatenate([cu_columns[:, 1:], nothing[:, 1:]], axis=1)
-    before = jnp.cumsum(-(-(end - begin) // block), axis=1)  # [R, B+1]
-    tile = jnp.arange(tiles, dtype=jnp.int32)
-    search = functools.partial(
-        jnp.searchsorted, v=tile, side="right", method="scan_unrolled"
-    )
-    ids = jnp.minimum(jax.vmap(search)(before), bounds - 1)  # [R, tiles]
-
-    def of(a: Array) -> Array:
-        return jnp.take_along_axis(a, ids, axis=1)  # [R, tiles]
-
-    there = tile < before[:, -1:]
-    within = tile - of(before) - (-(of(end) - of(begin)) // block)
-    start = jnp.where(there, of(begin) + within * block, num_rows)
-    ends = jnp.where(there, of(end), num_rows)
-    table = jnp.stack([start, ends, of(first), of(last)], axis=-1)
-    return table.astype(jnp.int32)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Kernels:
     """The passes by the Triton kernels."""
@@ -233,15 +182,14 @@ class _Kernels:
     def _forward(self, with_rest: bool, x: Inputs) -> tuple[Array, ...]:
         x = x.with_known()
         launch = self._launch("forward", x)
-        table = _tables(x, launch.block_q)
         out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
         lse = jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
         # A kernel has all its outputs; without a rest its pointer is not used.
         results = self._call(
             "forward",
-            (x.q, x.k, x.v, table, _pointer(x.sinks), _pointer(x.slopes)),
+            (x.q, x.k, x.v, *_packing(x), _pointer(x.sinks), _pointer(x.slopes)),
             (out, lse, out if with_rest else jax.ShapeDtypeStruct((1,), out.dtype)),
-            (table.shape[1], x.q.shape[2], x.q.shape[0]),
+            (_tiles(x.q, x, launch.block_q), x.q.shape[2], x.q.shape[0]),
             launch,
             x,
             has_sinks=x.sinks is not None,
@@ -271,26 +219,24 @@ class _Kernels:
         lse = jnp.where(lse > -jnp.inf, lse * math.log2(math.e), jnp.inf)
         # Queries of a head are neighbors: [R, N, T].
         lse, delta = lse.swapaxes(1, 2), delta.swapaxes(1, 2)
-        slopes = _pointer(x.slopes)
+        arrays = x.q, x.k, x.v, dout, lse, delta, *_packing(x), _pointer(x.slopes)
         launch = self._launch("gradient_of_queries", x)
-        table = _tables(x, launch.block_q)
-        tiles = table.shape[1]
+        tiles = _tiles(x.q, x, launch.block_q)
         of_tiles = (rows, tiles, heads) if x.slopes is not None else (1,)
         dq, dslopes = self._call(
             "gradient_of_queries",
-            (x.q, x.k, x.v, dout, lse, delta, table, slopes),
+            arrays,
             (_like(x.q), jax.ShapeDtypeStruct(of_tiles, jnp.float32)),
             (tiles, heads, rows),
             launch,
             x,
         )
         launch = self._launch("gradient_of_keys", x)
-        table = _tables(x, launch.block_k, of_keys=True)
         dk, dv = self._call(
             "gradient_of_keys",
-            (x.q, x.k, x.v, dout, lse, delta, table, slopes),
+            arrays,
             (_like(x.k), _like(x.v)),
-            (table.shape[1], x.k.shape[2], rows),
+            (_tiles(x.k, x, launch.block_k), x.k.shape[2], rows),
             launch,
             x,
         )
@@ -332,10 +278,13 @@ def kernel_constants(x: Inputs, scores: Scores, launch: Launch) -> dict[str, Any
         "kv_heads": x.k.shape[2],
         "head_dim": x.q.shape[3],
         "value_dim": x.v.shape[3],
+        "bounds": x.cu_q.shape[1],
+        "searched": min(_SEARCHED, 1 << (x.cu_q.shape[1] - 1).bit_length()),
         "block_q": launch.block_q,
         "block_k": launch.block_k,
         "block_h": _block(x.q.shape[3]),
         "block_v": _block(x.v.shape[3]),
+        "one_loop": launch.one_loop,
         "scale": scores.scale,
         "softcap": scores.softcap or 0.0,
         "left": left,
@@ -349,12 +298,16 @@ def _block(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _tables(x: Inputs, block: int, *, of_keys: bool = False) -> Array:
-    cu_q = cut_cu_seqlens(x.cu_q, x.q.shape[1])
-    cu_k = cut_cu_seqlens(x.packing_of_keys, x.k.shape[1])
-    if of_keys:
-        return tile_table(cu_k, cu_q, x.k.shape[1], block)
-    return tile_table(cu_q, cu_k, x.q.shape[1], block)
+def _packing(x: Inputs) -> tuple[Array, Array]:
+    return jnp.asarray(x.cu_q), jnp.asarray(x.packing_of_keys)
+
+
+def _tiles(a: Array, x: Inputs, block: int) -> int:
+    """Tiles of the rows of an array, as many as any packing needs.
+
+    Rows past the last sequence are cut into tiles too.
+    """
+    return a.shape[1] // block + x.cu_q.shape[1]
 
 
 def _pointer(a: Array | None) -> Array:
