@@ -215,10 +215,12 @@ class _Kernels:
     ) -> tuple[Array, ...]:
         x = x.with_known()
         rows, _, heads, _ = x.q.shape
-        # To the base 2; of what sees nothing, no weight.
-        lse = jnp.where(lse > -jnp.inf, lse * math.log2(math.e), jnp.inf)
-        # Queries of a head are neighbors: [R, N, T].
-        lse, delta = lse.swapaxes(1, 2), delta.swapaxes(1, 2)
+        of_keys = self._launch("gradient_of_keys", x)
+        neighbors = not of_keys.one_loop
+        if neighbors:
+            # To the base 2; of what sees nothing, no weight.
+            lse = jnp.where(lse > -jnp.inf, lse * math.log2(math.e), jnp.inf)
+            lse, delta = lse.swapaxes(1, 2), delta.swapaxes(1, 2)  # [R, N, T]
         arrays = x.q, x.k, x.v, dout, lse, delta, *_packing(x), _pointer(x.slopes)
         launch = self._launch("gradient_of_queries", x)
         tiles = _tiles(x.q, x, launch.block_q)
@@ -230,15 +232,16 @@ class _Kernels:
             (tiles, heads, rows),
             launch,
             x,
+            neighbors=neighbors,
         )
-        launch = self._launch("gradient_of_keys", x)
         dk, dv = self._call(
             "gradient_of_keys",
             arrays,
             (_like(x.k), _like(x.v)),
-            (_tiles(x.k, x, launch.block_k), x.k.shape[2], rows),
-            launch,
+            (_tiles(x.k, x, of_keys.block_k), x.k.shape[2], rows),
+            of_keys,
             x,
+            neighbors=neighbors,
         )
         if x.slopes is None:
             return dq, dk, dv

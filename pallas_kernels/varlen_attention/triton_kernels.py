@@ -184,11 +184,26 @@ def _tile(
 
 @triton.jit
 @no_type_check
-def _numbers(a, rows, inside, other: tl.constexpr, masked: tl.constexpr):
-    """A number for each row; where `masked`, `other` outside."""
+def _numbers(
+    lse, delta, i, inside, heads: tl.constexpr, neighbors: tl.constexpr,
+    masked: tl.constexpr,
+):  # fmt: skip
+    """lse, to the base 2, and delta of queries of a head; where `masked`, if inside.
+
+    Neighbors are ready to use. Others lie `heads` apart and are still what the forward
+    pass gave; then lse becomes +inf where nothing is seen, so that it has no weights.
+    """
+    place = i if neighbors else i * heads
     if masked:
-        return tl.load(a + rows, mask=inside, other=other)
-    return tl.load(a + rows)
+        none: tl.constexpr = float("inf") if neighbors else float("-inf")
+        logs = tl.load(lse + place, mask=inside, other=none)
+        deltas = tl.load(delta + place, mask=inside, other=0.0)
+    else:
+        logs = tl.load(lse + place)
+        deltas = tl.load(delta + place)
+    if not neighbors:
+        logs = tl.where(logs > float("-inf"), logs * _LOG2_E, float("inf"))
+    return logs, deltas
 
 
 @triton.jit
@@ -406,12 +421,13 @@ def gradient_of_queries(
     block_q: tl.constexpr, block_k: tl.constexpr,
     block_h: tl.constexpr, block_v: tl.constexpr, one_loop: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
-    left: tl.constexpr, right: tl.constexpr, has_slopes: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr,
+    has_slopes: tl.constexpr, neighbors: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one head: dq, and its part of the gradient of the slope.
 
-    lse and delta are [R,N,T], where the queries of a head are neighbors; lse is to the
-    base 2, and +inf for queries that see nothing. dslopes is [R,tiles,N].
+    lse and delta are [R,T,N]; or, with `neighbors`, [R,N,T] with lse to the base 2, and
+    +inf for queries that see nothing. dslopes is [R,tiles,N].
     """
     tiles = tl.num_programs(0)
     tile = tiles - 1 - tl.program_id(0)
@@ -437,9 +453,10 @@ def gradient_of_queries(
     dout_tile = _tile(
         dout, i, heads * value_dim, columns_v, inside, value_dim, block_v, True
     )
-    numbers = (row * heads + head) * queries + i
-    logs = tl.load(lse + numbers, mask=inside, other=float("inf"))
-    deltas = tl.load(delta + numbers, mask=inside, other=0.0)
+    numbers = row * (heads * queries) + head * (queries if neighbors else 1)
+    logs, deltas = _numbers(
+        lse + numbers, delta + numbers, i, inside, heads, neighbors, True
+    )
     slope = None
     if has_slopes:
         slope = tl.load(slopes + row * heads + head)
@@ -475,7 +492,8 @@ def _key_gradient(
     heads: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_q: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
-    left: tl.constexpr, right: tl.constexpr, masked: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr,
+    neighbors: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
     """Add what queries from `start` to `stop` of a head give to dk / scale, dv."""
     columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
@@ -491,8 +509,7 @@ def _key_gradient(
         dout_tile = _tile(
             dout, i, heads * value_dim, columns_v, inside, value_dim, block_v, masked
         )
-        logs = _numbers(lse, i, inside, float("inf"), masked)
-        deltas = _numbers(delta, i, inside, 0.0, masked)
+        logs, deltas = _numbers(lse, delta, i, inside, heads, neighbors, masked)
         products = tl.dot(k, tl.trans(q_tile))  # [keys, queries]
         distance = i[None, :] + shift - j[:, None]
         scores, derivative = _scores(products, distance, slope, scale, softcap)
@@ -521,7 +538,8 @@ def gradient_of_keys(
     block_q: tl.constexpr, block_k: tl.constexpr,
     block_h: tl.constexpr, block_v: tl.constexpr, one_loop: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
-    left: tl.constexpr, right: tl.constexpr, has_slopes: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr,
+    has_slopes: tl.constexpr, neighbors: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys of one key/value head: dk, dv over all queries of its group."""
     tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -562,13 +580,14 @@ def gradient_of_keys(
         if has_slopes:
             slope = tl.load(slopes + row * heads + head)
         q_head, dout_head = q + head * head_dim, dout + head * value_dim
+        numbers = head * (queries if neighbors else 1)
         for masked in tl.static_range(1 if one_loop else 0, 2):
             dk_sums, dv_sums = _key_gradient(
                 dk_sums, dv_sums, k_tile, v_tile, q_head, dout_head,
-                lse + head * queries, delta + head * queries, j,
+                lse + numbers, delta + numbers, j,
                 start, stop, whole, ragged, end, end_q, slope,
                 heads, head_dim, value_dim, block_q, block_h, block_v,
-                scale, softcap, left, right, masked,
+                scale, softcap, left, right, neighbors, masked,
             )  # fmt: skip
 
     rows = (row * keys + j)[:, None]

@@ -156,6 +156,8 @@ def test_kernels_compile(name, capability, head_dim):
     constants = triton.kernel_constants(Inputs(q, k, k, cu), scores, launch)
     if name == "forward":
         constants |= {"has_sinks": False, "with_rest": True, "late": launch.late}
+    else:
+        constants |= {"neighbors": not launch.one_loop}
     found, _, stack = compile_for(
         capability,
         getattr(triton_kernels, name),
