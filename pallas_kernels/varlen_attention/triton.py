@@ -54,36 +54,46 @@ class Launch:
     """Whether all steps are masked, in one loop, instead of those that need it."""
 
 
-def launch_of(kernel: str, head_dim: int, device: DeviceSpec) -> Launch:
+def launch_of(kernel: str, head_dim: int, length: int, device: DeviceSpec) -> Launch:
     """The blocks of a kernel of `triton_kernels`.
 
     Args:
         kernel: its name.
         head_dim: the larger of H and Hv.
+        length: of a sequence on average, of queries or keys, whichever are longer.
         device: its generation and shared memory.
 
     Example:
         >>> from pallas_kernels.mosaic import H200
-        >>> launch_of("forward", 128, H200)
-        Launch(block_q=128, block_k=64, num_warps=8, num_stages=3, late=False)
+        >>> launch_of("forward", 128, 4096, H200)
+        Launch(block_q=128, block_k=64, num_warps=8, num_stages=3, late=False,
+               one_loop=False)
     """
     size = next(n for n in (64, 128, 256) if head_dim <= n)
     memory = "large" if device.smem_bytes > 200_000 else "middle"
     if device.smem_bytes < 150_000:
         memory = "small"
-    tiles = _LAUNCHES[kernel, memory]
     generation = device.compute_capability[0]
+    short = length <= _SHORT
+    tiles = _LAUNCHES[kernel, memory][size]
     if generation == 10:  # sums are in the memory of tensor cores
-        tiles = _LAUNCHES.get((kernel, "B200"), tiles)
-    block_q, block_k, num_warps, num_stages = tiles[size]
+        tiles = _B200.get((kernel, size), tiles)
+    if short and size == 64:
+        tiles = _SHORT_LAUNCHES[kernel, 8 if generation == 12 else generation]
+    block_q, block_k, num_warps, num_stages = tiles
     return Launch(
         block_q=block_q,
         block_k=block_k,
         num_warps=num_warps,
         num_stages=num_stages,
         late=kernel == "forward" and size == 256 and generation == 9,
+        one_loop=short,
     )
 
+
+_SHORT = 512
+"""Average length up to which a second loop costs more than masks do, and heads of 64
+have tiles of their own."""
 
 # By kernel and shared memory of a block: 227 KiB (Hopper and the B200), 163 (the A100),
 # 99 (the others). Queries, keys, warps, stages, by head dim: on Hopper what was fastest
@@ -124,11 +134,6 @@ _LAUNCHES = {
         128: (64, 64, 4, 2),
         256: (64, 64, 8, 2),
     },
-    ("gradient_of_keys", "B200"): {
-        64: (64, 128, 8, 1),
-        128: (64, 128, 8, 1),
-        256: (64, 64, 8, 1),
-    },
     ("gradient_of_keys", "middle"): {
         64: (32, 128, 8, 2),
         128: (64, 64, 8, 2),
@@ -139,6 +144,25 @@ _LAUNCHES = {
         128: (64, 64, 8, 2),
         256: (16, 64, 8, 2),
     },
+}
+_B200 = {
+    ("gradient_of_queries", 256): (64, 64, 8, 2),
+    ("gradient_of_keys", 64): (64, 128, 8, 1),
+    ("gradient_of_keys", 128): (64, 128, 8, 1),
+    ("gradient_of_keys", 256): (64, 64, 8, 1),
+}
+# Heads of 64 in short sequences, by kernel and generation: what larger tiles hold of
+# them is padding.
+_SHORT_LAUNCHES = {
+    ("forward", 8): (64, 64, 4, 3),
+    ("forward", 9): (64, 64, 4, 3),
+    ("forward", 10): (64, 64, 4, 3),
+    ("gradient_of_queries", 8): (64, 64, 4, 3),
+    ("gradient_of_queries", 9): (64, 64, 4, 3),
+    ("gradient_of_queries", 10): (64, 64, 4, 3),
+    ("gradient_of_keys", 8): (32, 64, 4, 2),
+    ("gradient_of_keys", 9): (64, 64, 4, 2),
+    ("gradient_of_keys", 10): (64, 64, 8, 2),
 }
 
 
@@ -248,7 +272,10 @@ class _Kernels:
         return dq, dk, dv, jnp.sum(dslopes, axis=1)  # [R, N]
 
     def _launch(self, kernel: str, x: Inputs) -> Launch:
-        return launch_of(kernel, max(x.q.shape[3], x.v.shape[3]), self.device)
+        head_dim = max(x.q.shape[3], x.v.shape[3])
+        rows = max(x.q.shape[1], x.k.shape[1])
+        length = math.ceil(rows / (x.cu_q.shape[1] - 1))
+        return launch_of(kernel, head_dim, length, self.device)
 
     def _call(
         self,

@@ -1,6 +1,7 @@
 """The Triton kernels on a CPU: values by its interpreter, compiled for GPUs."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -137,10 +138,13 @@ DTYPES = {
 }
 
 
-@pytest.mark.parametrize("head_dim", first([128, 64, 256], 128))
+@pytest.mark.parametrize(
+    ("head_dim", "length"),
+    first(itertools.product([128, 64, 256], [8192, 256]), (128, 8192), (64, 256)),
+)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", DTYPES)
-def test_kernels_compile(name, capability, head_dim):
+def test_kernels_compile(name, capability, head_dim, length):
     """They fit shared memory, and registers but for some words of a thread.
 
     An H200 was fastest with tiles that spill more, outside of the inner loop.
@@ -148,7 +152,7 @@ def test_kernels_compile(name, capability, head_dim):
     from pallas_kernels.varlen_attention import triton_kernels
 
     device = DEVICES[capability]
-    launch = triton.launch_of(name, head_dim, device)
+    launch = triton.launch_of(name, head_dim, length, device)
     q = jax.ShapeDtypeStruct((1, 8192, 32, head_dim), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, 8192, 8, head_dim), jnp.bfloat16)
     scores = Scores((None, 0), head_dim**-0.5)
