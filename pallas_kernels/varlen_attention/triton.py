@@ -30,7 +30,6 @@ from pallas_kernels.varlen_attention.inputs import (
 
 
 _WIDEST = 256  # head dim whose blocks the smallest of the GPUs hold
-_SEARCHED = 1024  # prefix sums that a program looks at together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,33 +238,27 @@ class _Kernels:
     ) -> tuple[Array, ...]:
         x = x.with_known()
         rows, _, heads, _ = x.q.shape
-        of_keys = self._launch("gradient_of_keys", x)
-        neighbors = not of_keys.one_loop
-        if neighbors:
-            # To the base 2; of what sees nothing, no weight.
-            lse = jnp.where(lse > -jnp.inf, lse * math.log2(math.e), jnp.inf)
-            lse, delta = lse.swapaxes(1, 2), delta.swapaxes(1, 2)  # [R, N, T]
-        arrays = x.q, x.k, x.v, dout, lse, delta, *_packing(x), _pointer(x.slopes)
+        packing, slopes = _packing(x), _pointer(x.slopes)
         launch = self._launch("gradient_of_queries", x)
         tiles = _tiles(x.q, x, launch.block_q)
+        numbers = jax.ShapeDtypeStruct((rows, heads, x.q.shape[1]), jnp.float32)
         of_tiles = (rows, tiles, heads) if x.slopes is not None else (1,)
-        dq, dslopes = self._call(
+        dq, lse, delta, dslopes = self._call(
             "gradient_of_queries",
-            arrays,
-            (_like(x.q), jax.ShapeDtypeStruct(of_tiles, jnp.float32)),
+            (x.q, x.k, x.v, dout, lse, delta, *packing, slopes),
+            (_like(x.q), *[numbers] * 2, jax.ShapeDtypeStruct(of_tiles, jnp.float32)),
             (tiles, heads, rows),
             launch,
             x,
-            neighbors=neighbors,
         )
+        launch = self._launch("gradient_of_keys", x)
         dk, dv = self._call(
             "gradient_of_keys",
-            arrays,
+            (x.q, x.k, x.v, dout, lse, delta, *packing, slopes),
             (_like(x.k), _like(x.v)),
-            (_tiles(x.k, x, of_keys.block_k), x.k.shape[2], rows),
-            of_keys,
+            (_tiles(x.k, x, launch.block_k), x.k.shape[2], rows),
+            launch,
             x,
-            neighbors=neighbors,
         )
         if x.slopes is None:
             return dq, dk, dv
@@ -309,7 +302,7 @@ def kernel_constants(x: Inputs, scores: Scores, launch: Launch) -> dict[str, Any
         "head_dim": x.q.shape[3],
         "value_dim": x.v.shape[3],
         "bounds": x.cu_q.shape[1],
-        "searched": min(_SEARCHED, 1 << (x.cu_q.shape[1] - 1).bit_length()),
+        "halvings": (x.cu_q.shape[1] - 1).bit_length(),
         "block_q": launch.block_q,
         "block_k": launch.block_k,
         "block_h": _block(x.q.shape[3]),

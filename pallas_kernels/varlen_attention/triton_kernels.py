@@ -48,7 +48,7 @@ def _scores(products, distance, slope, scale: tl.constexpr, softcap: tl.constexp
 def _find(
     tile, cu_rows, cu_columns,
     num_rows: tl.constexpr, num_columns: tl.constexpr,
-    bounds: tl.constexpr, searched: tl.constexpr, block: tl.constexpr,
+    bounds: tl.constexpr, halvings: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows: ``(first, end, begin, stop)``.
 
@@ -57,14 +57,15 @@ def _find(
     later. Tiles of sequence b that begins at row c are those from ``c // block + b``
     on: that is room enough for each, and no sum over sequences before.
     """
-    sequence = -1
-    for chunk in range(0, bounds, searched):
-        number = chunk + tl.arange(0, searched)
-        there = number < bounds
-        begin = tl.load(cu_rows + number, mask=there, other=0)
+    # By numbers, one at a time: of a sum over a vector the compiler does not see that
+    # all threads have the same, and loops that depend on it are slower.
+    sequence = 0
+    for halving in tl.static_range(halvings):
+        later = sequence + (1 << (halvings - 1 - halving))
+        begin = tl.load(cu_rows + tl.minimum(later, bounds - 1))
         begin = tl.minimum(begin, num_rows)
-        started = there & (begin // block + number <= tile)
-        sequence += tl.sum(started.to(tl.int32), 0)
+        started = (later < bounds) & (begin // block + later <= tile)
+        sequence = tl.where(started, later, sequence)
     # What follows the last sequence is one more.
     real = sequence < bounds - 1
     begin = tl.minimum(tl.load(cu_rows + sequence), num_rows)
@@ -184,26 +185,11 @@ def _tile(
 
 @triton.jit
 @no_type_check
-def _numbers(
-    lse, delta, i, inside, heads: tl.constexpr, neighbors: tl.constexpr,
-    masked: tl.constexpr,
-):  # fmt: skip
-    """lse, to the base 2, and delta of queries of a head; where `masked`, if inside.
-
-    Neighbors are ready to use. Others lie `heads` apart and are still what the forward
-    pass gave; then lse becomes +inf where nothing is seen, so that it has no weights.
-    """
-    place = i if neighbors else i * heads
+def _numbers(a, rows, inside, other: tl.constexpr, masked: tl.constexpr):
+    """A number for each row; where `masked`, `other` outside."""
     if masked:
-        none: tl.constexpr = float("inf") if neighbors else float("-inf")
-        logs = tl.load(lse + place, mask=inside, other=none)
-        deltas = tl.load(delta + place, mask=inside, other=0.0)
-    else:
-        logs = tl.load(lse + place)
-        deltas = tl.load(delta + place)
-    if not neighbors:
-        logs = tl.where(logs > float("-inf"), logs * _LOG2_E, float("inf"))
-    return logs, deltas
+        return tl.load(a + rows, mask=inside, other=other)
+    return tl.load(a + rows)
 
 
 @triton.jit
@@ -289,7 +275,7 @@ def forward(
     queries: tl.constexpr, keys: tl.constexpr,
     heads: tl.constexpr, kv_heads: tl.constexpr,
     head_dim: tl.constexpr, value_dim: tl.constexpr,
-    bounds: tl.constexpr, searched: tl.constexpr,
+    bounds: tl.constexpr, halvings: tl.constexpr,
     block_q: tl.constexpr, block_k: tl.constexpr,
     block_h: tl.constexpr, block_v: tl.constexpr, one_loop: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
@@ -308,7 +294,7 @@ def forward(
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     first, end, begin_k, end_k = _find(
         tile, cu_q + row * bounds, cu_k + row * bounds,
-        queries, keys, bounds, searched, block_q,
+        queries, keys, bounds, halvings, block_q,
     )  # fmt: skip
     if first >= end:
         return
@@ -413,28 +399,28 @@ def _query_gradient(
 @no_type_check
 def gradient_of_queries(
     q, k, v, dout, lse, delta, cu_q, cu_k, slopes,
-    dq, dslopes,
+    dq, logs_of_head, delta_of_head, dslopes,
     queries: tl.constexpr, keys: tl.constexpr,
     heads: tl.constexpr, kv_heads: tl.constexpr,
     head_dim: tl.constexpr, value_dim: tl.constexpr,
-    bounds: tl.constexpr, searched: tl.constexpr,
+    bounds: tl.constexpr, halvings: tl.constexpr,
     block_q: tl.constexpr, block_k: tl.constexpr,
     block_h: tl.constexpr, block_v: tl.constexpr, one_loop: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
-    left: tl.constexpr, right: tl.constexpr,
-    has_slopes: tl.constexpr, neighbors: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr, has_slopes: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one head: dq, and its part of the gradient of the slope.
 
-    lse and delta are [R,T,N]; or, with `neighbors`, [R,N,T] with lse to the base 2, and
-    +inf for queries that see nothing. dslopes is [R,tiles,N].
+    lse and delta [R,T,N]; dslopes [R,tiles,N]. Queries of a head become neighbors in
+    logs_of_head and delta_of_head [R,N,T], with logarithms to the base 2 and +inf for
+    queries that see nothing.
     """
     tiles = tl.num_programs(0)
     tile = tiles - 1 - tl.program_id(0)
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     first, end, begin_k, end_k = _find(
         tile, cu_q + row * bounds, cu_k + row * bounds,
-        queries, keys, bounds, searched, block_q,
+        queries, keys, bounds, halvings, block_q,
     )  # fmt: skip
     if has_slopes:
         tl.store(dslopes + (row * tiles + tile) * heads + head, 0.0)
@@ -453,10 +439,13 @@ def gradient_of_queries(
     dout_tile = _tile(
         dout, i, heads * value_dim, columns_v, inside, value_dim, block_v, True
     )
-    numbers = row * (heads * queries) + head * (queries if neighbors else 1)
-    logs, deltas = _numbers(
-        lse + numbers, delta + numbers, i, inside, heads, neighbors, True
-    )
+    numbers = (row * queries + i) * heads + head
+    logs = tl.load(lse + numbers, mask=inside, other=float("-inf"))
+    logs = tl.where(logs > float("-inf"), logs * _LOG2_E, float("inf"))
+    deltas = tl.load(delta + numbers, mask=inside, other=0.0)
+    numbers = (row * heads + head) * queries + i
+    tl.store(logs_of_head + numbers, logs, mask=inside)
+    tl.store(delta_of_head + numbers, deltas, mask=inside)
     slope = None
     if has_slopes:
         slope = tl.load(slopes + row * heads + head)
@@ -492,8 +481,7 @@ def _key_gradient(
     heads: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_q: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
-    left: tl.constexpr, right: tl.constexpr,
-    neighbors: tl.constexpr, masked: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
     """Add what queries from `start` to `stop` of a head give to dk / scale, dv."""
     columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
@@ -509,7 +497,8 @@ def _key_gradient(
         dout_tile = _tile(
             dout, i, heads * value_dim, columns_v, inside, value_dim, block_v, masked
         )
-        logs, deltas = _numbers(lse, delta, i, inside, heads, neighbors, masked)
+        logs = _numbers(lse, i, inside, float("inf"), masked)
+        deltas = _numbers(delta, i, inside, 0.0, masked)
         products = tl.dot(k, tl.trans(q_tile))  # [keys, queries]
         distance = i[None, :] + shift - j[:, None]
         scores, derivative = _scores(products, distance, slope, scale, softcap)
@@ -534,19 +523,21 @@ def gradient_of_keys(
     queries: tl.constexpr, keys: tl.constexpr,
     heads: tl.constexpr, kv_heads: tl.constexpr,
     head_dim: tl.constexpr, value_dim: tl.constexpr,
-    bounds: tl.constexpr, searched: tl.constexpr,
+    bounds: tl.constexpr, halvings: tl.constexpr,
     block_q: tl.constexpr, block_k: tl.constexpr,
     block_h: tl.constexpr, block_v: tl.constexpr, one_loop: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
-    left: tl.constexpr, right: tl.constexpr,
-    has_slopes: tl.constexpr, neighbors: tl.constexpr,
+    left: tl.constexpr, right: tl.constexpr, has_slopes: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys of one key/value head: dk, dv over all queries of its group."""
+    """A tile of keys of one key/value head: dk and dv, over all queries of its group.
+
+    lse and delta are those of heads, which `gradient_of_queries` writes.
+    """
     tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row.to(tl.int64)
     first, end, begin_q, end_q = _find(
         tile, cu_k + row * bounds, cu_q + row * bounds,
-        keys, queries, bounds, searched, block_k,
+        keys, queries, bounds, halvings, block_k,
     )  # fmt: skip
     if first >= end:
         return
@@ -580,14 +571,13 @@ def gradient_of_keys(
         if has_slopes:
             slope = tl.load(slopes + row * heads + head)
         q_head, dout_head = q + head * head_dim, dout + head * value_dim
-        numbers = head * (queries if neighbors else 1)
         for masked in tl.static_range(1 if one_loop else 0, 2):
             dk_sums, dv_sums = _key_gradient(
                 dk_sums, dv_sums, k_tile, v_tile, q_head, dout_head,
-                lse + numbers, delta + numbers, j,
+                lse + head * queries, delta + head * queries, j,
                 start, stop, whole, ragged, end, end_q, slope,
                 heads, head_dim, value_dim, block_q, block_h, block_v,
-                scale, softcap, left, right, neighbors, masked,
+                scale, softcap, left, right, masked,
             )  # fmt: skip
 
     rows = (row * keys + j)[:, None]
