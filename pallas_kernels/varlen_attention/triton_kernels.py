@@ -434,18 +434,19 @@ def gradient_of_queries(
     i = first + tl.arange(0, block_q)
     # Rows past the last sequence may hold anything in dout, and see no keys.
     inside = (i < end) & (end_k >= 0)
+    lse += row * (queries * heads) + head
+    delta += row * (queries * heads) + head
+    logs = tl.load(lse + i * heads, mask=inside, other=float("-inf"))
+    deltas = tl.load(delta + i * heads, mask=inside, other=0.0)
     columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
     q_tile = _tile(q, i, heads * head_dim, columns_h, inside, head_dim, block_h, True)
     dout_tile = _tile(
         dout, i, heads * value_dim, columns_v, inside, value_dim, block_v, True
     )
-    numbers = (row * queries + i) * heads + head
-    logs = tl.load(lse + numbers, mask=inside, other=float("-inf"))
     logs = tl.where(logs > float("-inf"), logs * _LOG2_E, float("inf"))
-    deltas = tl.load(delta + numbers, mask=inside, other=0.0)
-    numbers = (row * heads + head) * queries + i
-    tl.store(logs_of_head + numbers, logs, mask=inside)
-    tl.store(delta_of_head + numbers, deltas, mask=inside)
+    of_head = (row * heads + head) * queries
+    tl.store(logs_of_head + of_head + i, logs, mask=inside)
+    tl.store(delta_of_head + of_head + i, deltas, mask=inside)
     slope = None
     if has_slopes:
         slope = tl.load(slopes + row * heads + head)
