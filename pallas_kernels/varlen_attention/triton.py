@@ -65,20 +65,18 @@ def launch_of(kernel: str, head_dim: int, length: int, device: DeviceSpec) -> La
     Example:
         >>> from pallas_kernels.mosaic import H200
         >>> launch_of("forward", 128, 4096, H200)
-        Launch(block_q=128, block_k=64, num_warps=8, num_stages=3, late=False,
-               one_loop=False)
+        Launch(block_q=128, block_k=64, num_warps=8, num_stages=3, late=False)
     """
     size = next(n for n in (64, 128, 256) if head_dim <= n)
     memory = "large" if device.smem_bytes > 200_000 else "middle"
     if device.smem_bytes < 150_000:
         memory = "small"
     generation = device.compute_capability[0]
-    short = length <= _SHORT
     tiles = _LAUNCHES[kernel, memory][size]
     if generation == 10:  # sums are in the memory of tensor cores
         tiles = _B200.get((kernel, size), tiles)
-    if short and size == 64:
-        tiles = _SHORT_LAUNCHES[kernel, 8 if generation == 12 else generation]
+    if size == 64 and length <= _SHORT:
+        tiles = _SHORT_LAUNCHES.get((kernel, generation), tiles)
     block_q, block_k, num_warps, num_stages = tiles
     return Launch(
         block_q=block_q,
@@ -86,13 +84,11 @@ def launch_of(kernel: str, head_dim: int, length: int, device: DeviceSpec) -> La
         num_warps=num_warps,
         num_stages=num_stages,
         late=kernel == "forward" and size == 256 and generation == 9,
-        one_loop=short,
     )
 
 
 _SHORT = 512
-"""Average length up to which a second loop costs more than masks do, and heads of 64
-have tiles of their own."""
+"""Average length up to which heads of 64 have tiles of their own."""
 
 # By kernel and shared memory of a block: 227 KiB (Hopper and the B200), 163 (the A100),
 # 99 (the others). Queries, keys, warps, stages, by head dim: on Hopper what was fastest
@@ -150,18 +146,16 @@ _B200 = {
     ("gradient_of_keys", 128): (64, 128, 8, 1),
     ("gradient_of_keys", 256): (64, 64, 8, 1),
 }
-# Heads of 64 in short sequences, by kernel and generation: what larger tiles hold of
-# them is padding.
+# Heads of 64 in short sequences, by kernel and generation, where larger tiles hold too
+# much padding.
 _SHORT_LAUNCHES = {
     ("forward", 8): (64, 64, 4, 3),
-    ("forward", 9): (64, 64, 4, 3),
-    ("forward", 10): (64, 64, 4, 3),
-    ("gradient_of_queries", 8): (64, 64, 4, 3),
+    ("forward", 12): (64, 64, 4, 3),
     ("gradient_of_queries", 9): (64, 64, 4, 3),
     ("gradient_of_queries", 10): (64, 64, 4, 3),
     ("gradient_of_keys", 8): (32, 64, 4, 2),
-    ("gradient_of_keys", 9): (64, 64, 4, 2),
     ("gradient_of_keys", 10): (64, 64, 8, 2),
+    ("gradient_of_keys", 12): (32, 64, 4, 2),
 }
 
 
