@@ -154,7 +154,6 @@ _SHORT_LAUNCHES = {
     ("gradient_of_queries", 9): (64, 64, 4, 3),
     ("gradient_of_queries", 10): (64, 64, 4, 3),
     ("gradient_of_keys", 8): (32, 64, 4, 2),
-    ("gradient_of_keys", 10): (64, 64, 8, 2),
     ("gradient_of_keys", 12): (32, 64, 4, 2),
 }
 
