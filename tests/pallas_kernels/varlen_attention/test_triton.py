@@ -172,6 +172,8 @@ def test_kernels_compile(name, capability, head_dim, length):
     ptx = found.asm["ptx"]
     assert ("cp.async" in ptx) == (launch.num_stages > 1)
     assert TENSOR_CORES.get(capability, "mma.sync") in ptx
+    # Loops whose bounds came from a sum over threads were 6% slower on an H200.
+    assert "redux" not in ptx
 
 
 def test_what_it_cannot_do_is_said(monkeypatch):
