@@ -1,8 +1,7 @@
 """Variable-length attention in Triton, for NVIDIA GPUs from Ampere on: the launches.
 
-`triton_kernels` has the kernels and says how they walk; the tables of tiles are made
-here, by a few operations on the device, and so is the choice of blocks. On Hopper the
-Mosaic GPU kernels come first.
+`triton_kernels` has the kernels and says how they walk; the choice of blocks is made
+here. On Hopper the Mosaic GPU kernels come first.
 
 Axes: R rows of the batch, B sequences, T packed queries, S packed keys, N query heads,
 K key/value heads, H head dim of queries and keys, Hv head dim of values.
@@ -15,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from pallas_kernels.dispatch import Unsupported, no_config
 from pallas_kernels.mosaic import DeviceSpec, as_varying, varying
@@ -28,7 +27,6 @@ from pallas_kernels.varlen_attention.inputs import (
     Scores,
     check_arrays,
 )
-from pallas_kernels.varlen_attention.segments import cut_cu_seqlens
 
 
 _WIDEST = 256  # head dim whose blocks the smallest of the GPUs hold
@@ -51,30 +49,35 @@ class Launch:
 
     On an H200 that was 10 to 13% faster with heads of 256, and slower with others.
     """
+    one_loop: bool = False
+    """Whether all steps are masked, in one loop, instead of those that need it."""
 
 
-def launch_of(kernel: str, head_dim: int, device: DeviceSpec) -> Launch:
+def launch_of(kernel: str, head_dim: int, length: int, device: DeviceSpec) -> Launch:
     """The blocks of a kernel of `triton_kernels`.
 
     Args:
         kernel: its name.
         head_dim: the larger of H and Hv.
+        length: of a sequence on average, of queries or keys, whichever are longer.
         device: its generation and shared memory.
 
     Example:
         >>> from pallas_kernels.mosaic import H200
-        >>> launch_of("forward", 128, H200)
+        >>> launch_of("forward", 128, 4096, H200)
         Launch(block_q=128, block_k=64, num_warps=8, num_stages=3, late=False)
     """
     size = next(n for n in (64, 128, 256) if head_dim <= n)
     memory = "large" if device.smem_bytes > 200_000 else "middle"
     if device.smem_bytes < 150_000:
         memory = "small"
-    tiles = _LAUNCHES[kernel, memory]
     generation = device.compute_capability[0]
+    tiles = _LAUNCHES[kernel, memory][size]
     if generation == 10:  # sums are in the memory of tensor cores
-        tiles = _LAUNCHES.get((kernel, "B200"), tiles)
-    block_q, block_k, num_warps, num_stages = tiles[size]
+        tiles = _B200.get((kernel, size), tiles)
+    if size == 64 and length <= _SHORT:
+        tiles = _SHORT_LAUNCHES.get((kernel, generation), tiles)
+    block_q, block_k, num_warps, num_stages = tiles
     return Launch(
         block_q=block_q,
         block_k=block_k,
@@ -83,6 +86,9 @@ def launch_of(kernel: str, head_dim: int, device: DeviceSpec) -> Launch:
         late=kernel == "forward" and size == 256 and generation == 9,
     )
 
+
+_SHORT = 512
+"""Average length up to which heads of 64 have tiles of their own."""
 
 # By kernel and shared memory of a block: 227 KiB (Hopper and the B200), 163 (the A100),
 # 99 (the others). Queries, keys, warps, stages, by head dim: on Hopper what was fastest
@@ -123,11 +129,6 @@ _LAUNCHES = {
         128: (64, 64, 4, 2),
         256: (64, 64, 8, 2),
     },
-    ("gradient_of_keys", "B200"): {
-        64: (64, 128, 8, 1),
-        128: (64, 128, 8, 1),
-        256: (64, 64, 8, 1),
-    },
     ("gradient_of_keys", "middle"): {
         64: (32, 128, 8, 2),
         128: (64, 64, 8, 2),
@@ -138,6 +139,22 @@ _LAUNCHES = {
         128: (64, 64, 8, 2),
         256: (16, 64, 8, 2),
     },
+}
+_B200 = {
+    ("gradient_of_queries", 256): (64, 64, 8, 2),
+    ("gradient_of_keys", 64): (64, 128, 8, 1),
+    ("gradient_of_keys", 128): (64, 128, 8, 1),
+    ("gradient_of_keys", 256): (64, 64, 8, 1),
+}
+# Heads of 64 in short sequences, by kernel and generation, where larger tiles hold too
+# much padding.
+_SHORT_LAUNCHES = {
+    ("forward", 8): (64, 64, 4, 3),
+    ("forward", 12): (64, 64, 4, 3),
+    ("gradient_of_queries", 9): (64, 64, 4, 3),
+    ("gradient_of_queries", 10): (64, 64, 4, 3),
+    ("gradient_of_keys", 8): (32, 64, 4, 2),
+    ("gradient_of_keys", 12): (32, 64, 4, 2),
 }
 
 
@@ -163,58 +180,6 @@ def varlen_attention_triton(
     return _Kernels(scores, device)
 
 
-def tile_table(
-    cu_rows: Int[Array, "R bounds"],
-    cu_columns: Int[Array, "R bounds"],
-    num_rows: int,
-    block: int,
-) -> Int[Array, "R tiles 4"]:
-    """Tiles of `block` rows, each within one sequence.
-
-    Rows past the last sequence are cut into tiles too. Where there are fewer tiles than
-    there is room for, the others are empty.
-
-    Args:
-        cu_rows: [R, B+1], prefix sums of the sequences, at most `num_rows`.
-        cu_columns: [R, B+1], the same over what the rows attend to.
-        num_rows: rows of the packed buffer.
-        block: rows of a tile.
-
-    Returns:
-        int32 [R, tiles, 4]: the first row of a tile, the end of its sequence, and where
-        the columns of its sequence begin and end; they end at -1 past the last
-        sequence, and an empty tile begins where it ends.
-
-    Example:
-        >>> tile_table(jnp.array([[0, 3, 5]]), jnp.array([[0, 2, 4]]), 6, 2)[0].tolist()
-        [[0, 3, 0, 2], [2, 3, 0, 2], [3, 5, 2, 4], [5, 6, 0, -1]]
-    """
-    rows, bounds = cu_rows.shape
-    tiles = (num_rows + bounds * (block - 1)) // block
-    total = jnp.full((rows, 1), num_rows, jnp.int32)
-    # One more sequence, of the rows that belong to none.
-    begin, end = cu_rows, jnp.concatenate([cu_rows[:, 1:], total], axis=1)
-    nothing = jnp.broadcast_to(jnp.array([[0, -1]], jnp.int32), (rows, 2))
-    first = jnp.concatenate([cu_columns[:, :-1], nothing[:, :1]], axis=1)
-    last = jnp.concatenate([cu_columns[:, 1:], nothing[:, 1:]], axis=1)
-    before = jnp.cumsum(-(-(end - begin) // block), axis=1)  # [R, B+1]
-    tile = jnp.arange(tiles, dtype=jnp.int32)
-    search = functools.partial(
-        jnp.searchsorted, v=tile, side="right", method="scan_unrolled"
-    )
-    ids = jnp.minimum(jax.vmap(search)(before), bounds - 1)  # [R, tiles]
-
-    def of(a: Array) -> Array:
-        return jnp.take_along_axis(a, ids, axis=1)  # [R, tiles]
-
-    there = tile < before[:, -1:]
-    within = tile - of(before) - (-(of(end) - of(begin)) // block)
-    start = jnp.where(there, of(begin) + within * block, num_rows)
-    ends = jnp.where(there, of(end), num_rows)
-    table = jnp.stack([start, ends, of(first), of(last)], axis=-1)
-    return table.astype(jnp.int32)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Kernels:
     """The passes by the Triton kernels."""
@@ -233,15 +198,14 @@ class _Kernels:
     def _forward(self, with_rest: bool, x: Inputs) -> tuple[Array, ...]:
         x = x.with_known()
         launch = self._launch("forward", x)
-        table = _tables(x, launch.block_q)
         out = jax.ShapeDtypeStruct((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
         lse = jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
         # A kernel has all its outputs; without a rest its pointer is not used.
         results = self._call(
             "forward",
-            (x.q, x.k, x.v, table, _pointer(x.sinks), _pointer(x.slopes)),
+            (x.q, x.k, x.v, *_packing(x), _pointer(x.sinks), _pointer(x.slopes)),
             (out, lse, out if with_rest else jax.ShapeDtypeStruct((1,), out.dtype)),
-            (table.shape[1], x.q.shape[2], x.q.shape[0]),
+            (_tiles(x.q, x, launch.block_q), x.q.shape[2], x.q.shape[0]),
             launch,
             x,
             has_sinks=x.sinks is not None,
@@ -267,30 +231,25 @@ class _Kernels:
     ) -> tuple[Array, ...]:
         x = x.with_known()
         rows, _, heads, _ = x.q.shape
-        # To the base 2; of what sees nothing, no weight.
-        lse = jnp.where(lse > -jnp.inf, lse * math.log2(math.e), jnp.inf)
-        # Queries of a head are neighbors: [R, N, T].
-        lse, delta = lse.swapaxes(1, 2), delta.swapaxes(1, 2)
-        slopes = _pointer(x.slopes)
+        packing, slopes = _packing(x), _pointer(x.slopes)
         launch = self._launch("gradient_of_queries", x)
-        table = _tables(x, launch.block_q)
-        tiles = table.shape[1]
+        tiles = _tiles(x.q, x, launch.block_q)
+        numbers = jax.ShapeDtypeStruct((rows, heads, x.q.shape[1]), jnp.float32)
         of_tiles = (rows, tiles, heads) if x.slopes is not None else (1,)
-        dq, dslopes = self._call(
+        dq, lse, delta, dslopes = self._call(
             "gradient_of_queries",
-            (x.q, x.k, x.v, dout, lse, delta, table, slopes),
-            (_like(x.q), jax.ShapeDtypeStruct(of_tiles, jnp.float32)),
+            (x.q, x.k, x.v, dout, lse, delta, *packing, slopes),
+            (_like(x.q), *[numbers] * 2, jax.ShapeDtypeStruct(of_tiles, jnp.float32)),
             (tiles, heads, rows),
             launch,
             x,
         )
         launch = self._launch("gradient_of_keys", x)
-        table = _tables(x, launch.block_k, of_keys=True)
         dk, dv = self._call(
             "gradient_of_keys",
-            (x.q, x.k, x.v, dout, lse, delta, table, slopes),
+            (x.q, x.k, x.v, dout, lse, delta, *packing, slopes),
             (_like(x.k), _like(x.v)),
-            (table.shape[1], x.k.shape[2], rows),
+            (_tiles(x.k, x, launch.block_k), x.k.shape[2], rows),
             launch,
             x,
         )
@@ -299,7 +258,10 @@ class _Kernels:
         return dq, dk, dv, jnp.sum(dslopes, axis=1)  # [R, N]
 
     def _launch(self, kernel: str, x: Inputs) -> Launch:
-        return launch_of(kernel, max(x.q.shape[3], x.v.shape[3]), self.device)
+        head_dim = max(x.q.shape[3], x.v.shape[3])
+        rows = max(x.q.shape[1], x.k.shape[1])
+        length = math.ceil(rows / (x.cu_q.shape[1] - 1))
+        return launch_of(kernel, head_dim, length, self.device)
 
     def _call(
         self,
@@ -332,10 +294,13 @@ def kernel_constants(x: Inputs, scores: Scores, launch: Launch) -> dict[str, Any
         "kv_heads": x.k.shape[2],
         "head_dim": x.q.shape[3],
         "value_dim": x.v.shape[3],
+        "bounds": x.cu_q.shape[1],
+        "halvings": (x.cu_q.shape[1] - 1).bit_length(),
         "block_q": launch.block_q,
         "block_k": launch.block_k,
         "block_h": _block(x.q.shape[3]),
         "block_v": _block(x.v.shape[3]),
+        "one_loop": launch.one_loop,
         "scale": scores.scale,
         "softcap": scores.softcap or 0.0,
         "left": left,
@@ -349,12 +314,16 @@ def _block(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _tables(x: Inputs, block: int, *, of_keys: bool = False) -> Array:
-    cu_q = cut_cu_seqlens(x.cu_q, x.q.shape[1])
-    cu_k = cut_cu_seqlens(x.packing_of_keys, x.k.shape[1])
-    if of_keys:
-        return tile_table(cu_k, cu_q, x.k.shape[1], block)
-    return tile_table(cu_q, cu_k, x.q.shape[1], block)
+def _packing(x: Inputs) -> tuple[Array, Array]:
+    return jnp.asarray(x.cu_q), jnp.asarray(x.packing_of_keys)
+
+
+def _tiles(a: Array, x: Inputs, block: int) -> int:
+    """Tiles of the rows of an array, as many as any packing needs.
+
+    Rows past the last sequence are cut into tiles too.
+    """
+    return a.shape[1] // block + x.cu_q.shape[1]
 
 
 def _pointer(a: Array | None) -> Array:

@@ -1,11 +1,12 @@
 """Variable-length attention in Triton: one kernel forward, two backward.
 
-FlashAttention-2 (arXiv 2307.08691) over a table of tiles. A tile is some queries of one
-sequence (or some keys, in the kernel of their gradients), and its entry in the table
-says where it begins, where its sequence ends, and where the sequence's keys (queries)
-begin and end, all as rows of the packed buffers. So every program has one interval to
-walk through, whatever the mask: its first and last steps are masked, those between are
-not. Rows past the last sequence form tiles that see nothing, and get zeros.
+FlashAttention-2 (arXiv 2307.08691) over tiles. A tile is some queries of one sequence
+(or some keys, in the kernel of their gradients). Each program finds its own: where it
+begins, where its sequence ends, and where the sequence's keys (queries) begin and end,
+all as rows of the packed buffers. So every program has one interval to walk through,
+whatever the mask: its first and last steps are masked, those between are not, or all
+are in one loop, where steps are so few that a second loop costs more. Rows past the
+last sequence form tiles that see nothing, and get zeros.
 
 Scores are held as logarithms to the base 2: ``c * log2(e)``.
 
@@ -40,6 +41,44 @@ def _scores(products, distance, slope, scale: tl.constexpr, softcap: tl.constexp
     if slope is not None:
         scores -= slope * _LOG2_E * tl.abs(distance).to(tl.float32)
     return scores, derivative
+
+
+@triton.jit
+@no_type_check
+def _find(
+    tile, cu_rows, cu_columns,
+    num_rows: tl.constexpr, num_columns: tl.constexpr,
+    bounds: tl.constexpr, halvings: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows: ``(first, end, begin, stop)``.
+
+    The first row and the end of its sequence, where the columns of its sequence begin,
+    and where they end: at -1 past the last sequence. An empty tile begins at its end or
+    later. Tiles of sequence b that begins at row c are those from ``c // block + b``
+    on: that is room enough for each, and no sum over sequences before.
+    """
+    # By numbers, one at a time: of a sum over a vector the compiler does not see that
+    # all threads have the same, and loops that depend on it are slower.
+    sequence = 0
+    for halving in tl.static_range(halvings):
+        later = sequence + (1 << (halvings - 1 - halving))
+        begin = tl.load(cu_rows + tl.minimum(later, bounds - 1))
+        begin = tl.minimum(begin, num_rows)
+        started = (later < bounds) & (begin // block + later <= tile)
+        sequence = tl.where(started, later, sequence)
+    # What follows the last sequence is one more.
+    real = sequence < bounds - 1
+    begin = tl.minimum(tl.load(cu_rows + sequence), num_rows)
+    end = tl.load(cu_rows + sequence + 1, mask=real, other=num_rows)
+    begin_columns = tl.minimum(tl.load(cu_columns + sequence), num_columns)
+    end_columns = tl.load(cu_columns + sequence + 1, mask=real, other=-1)
+    first = begin + (tile - begin // block - sequence) * block
+    return (
+        first,
+        tl.minimum(end, num_rows),
+        begin_columns,
+        tl.minimum(end_columns, num_columns),
+    )
 
 
 @triton.jit
@@ -80,8 +119,12 @@ def _rows_seeing(
 
 @triton.jit
 @no_type_check
-def _phases(start, stop, all_start, all_stop, block: tl.constexpr):
+def _phases(
+    start, stop, all_start, all_stop, block: tl.constexpr, one_loop: tl.constexpr
+):
     """Where steps of `block` from `start` cease to need a mask, and need one again."""
+    if one_loop:  # all have one
+        return start, start
     masked = tl.cdiv(tl.maximum(all_start - start, 0), block) * block
     whole = tl.maximum(tl.minimum(start + masked, stop), start)
     return whole, whole + tl.maximum(all_stop - whole, 0) // block * block
@@ -112,9 +155,8 @@ def _number_of_steps(
 
 @triton.jit
 @no_type_check
-def _visible(i, j, shift, end_i, end_j, left: tl.constexpr, right: tl.constexpr):
-    """Whether query i sees key j; both broadcast."""
-    seen = (i < end_i) & (j < end_j)
+def _within(seen, i, j, shift, left: tl.constexpr, right: tl.constexpr):
+    """Of what is seen otherwise, the keys j in the windows of queries i."""
     if left >= 0:
         seen = seen & (j >= i + shift - left)
     if right >= 0:
@@ -206,7 +248,8 @@ def _attend(
             distance = i[:, None] + shift - j[None, :]
             scores, _ = _scores(products, distance, slope, scale, softcap)
         if masked:
-            seen = _visible(i[:, None], j[None, :], shift, end, end_k, left, right)
+            seen = (j < end_k)[None, :]
+            seen = _within(seen, i[:, None], j[None, :], shift, left, right)
             scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(most, tl.max(scores, 1) * factor)
         # A query that has seen nothing yet: -inf - -inf is no number.
@@ -227,13 +270,14 @@ def _attend(
 @triton.jit
 @no_type_check
 def forward(
-    q, k, v, table, sinks, slopes,
+    q, k, v, cu_q, cu_k, sinks, slopes,
     out, lse, rest,
     queries: tl.constexpr, keys: tl.constexpr,
     heads: tl.constexpr, kv_heads: tl.constexpr,
     head_dim: tl.constexpr, value_dim: tl.constexpr,
+    bounds: tl.constexpr, halvings: tl.constexpr,
     block_q: tl.constexpr, block_k: tl.constexpr,
-    block_h: tl.constexpr, block_v: tl.constexpr,
+    block_h: tl.constexpr, block_v: tl.constexpr, one_loop: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
     left: tl.constexpr, right: tl.constexpr,
     has_sinks: tl.constexpr, has_slopes: tl.constexpr, with_rest: tl.constexpr,
@@ -241,15 +285,17 @@ def forward(
 ):  # fmt: skip
     """A tile of queries of one head: out, lse, and what rounding took from out.
 
-    q [R,T,N,H], k [R,S,K,H], v [R,S,K,Hv], table [R,tiles,4], sinks and slopes [R,N].
+    q [R,T,N,H], k [R,S,K,H], v [R,S,K,Hv], cu_q and cu_k [R,B+1], sinks and slopes
+    [R,N].
     """
     # The last tiles first: under a causal mask they are the longest of a sequence.
     tiles = tl.num_programs(0)
     tile = tiles - 1 - tl.program_id(0)
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    entry = table + (row * tiles + tile) * 4
-    first, end = tl.load(entry), tl.load(entry + 1)
-    begin_k, end_k = tl.load(entry + 2), tl.load(entry + 3)
+    first, end, begin_k, end_k = _find(
+        tile, cu_q + row * bounds, cu_k + row * bounds,
+        queries, keys, bounds, halvings, block_q,
+    )  # fmt: skip
     if first >= end:
         return
     kv_head = head // (heads // kv_heads)
@@ -276,11 +322,11 @@ def forward(
     start, stop, all_start, all_stop = _columns_seen(
         first, last, end, begin_k, end_k, left, right
     )
-    whole, ragged = _phases(start, stop, all_start, all_stop, block_k)
+    whole, ragged = _phases(start, stop, all_start, all_stop, block_k, one_loop)
     weights = tl.zeros((block_q, block_k), tl.float32)
     before = tl.full((block_q,), 1.0, tl.float32)
     previous = whole
-    for masked in tl.static_range(2):
+    for masked in tl.static_range(1 if one_loop else 0, 2):
         sums, most, total, weights, before, previous = _attend(
             sums, most, total, weights, before, previous,
             q_tile, k, v, i, start, stop, whole, ragged, end, end_k, slope,
@@ -339,7 +385,8 @@ def _query_gradient(
         scores, derivative = _scores(products, distance, slope, scale, softcap)
         weights = tl.exp2(scores - logs[:, None])
         if masked:
-            seen = _visible(i[:, None], j[None, :], shift, end, end_k, left, right)
+            seen = (j < end_k)[None, :]
+            seen = _within(seen, i[:, None], j[None, :], shift, left, right)
             weights = tl.where(seen, weights, 0.0)
         gradient = weights * (tl.dot(dout, tl.trans(values)) - delta[:, None])
         if has_slopes:
@@ -351,27 +398,30 @@ def _query_gradient(
 @triton.jit
 @no_type_check
 def gradient_of_queries(
-    q, k, v, dout, lse, delta, table, slopes,
-    dq, dslopes,
+    q, k, v, dout, lse, delta, cu_q, cu_k, slopes,
+    dq, logs_of_head, delta_of_head, dslopes,
     queries: tl.constexpr, keys: tl.constexpr,
     heads: tl.constexpr, kv_heads: tl.constexpr,
     head_dim: tl.constexpr, value_dim: tl.constexpr,
+    bounds: tl.constexpr, halvings: tl.constexpr,
     block_q: tl.constexpr, block_k: tl.constexpr,
-    block_h: tl.constexpr, block_v: tl.constexpr,
+    block_h: tl.constexpr, block_v: tl.constexpr, one_loop: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
     left: tl.constexpr, right: tl.constexpr, has_slopes: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one head: dq, and its part of the gradient of the slope.
 
-    lse and delta are [R,N,T], where the queries of a head are neighbors; lse is to the
-    base 2, and +inf for queries that see nothing. dslopes is [R,tiles,N].
+    lse and delta [R,T,N]; dslopes [R,tiles,N]. Queries of a head become neighbors in
+    logs_of_head and delta_of_head [R,N,T], with logarithms to the base 2 and +inf for
+    queries that see nothing.
     """
     tiles = tl.num_programs(0)
     tile = tiles - 1 - tl.program_id(0)
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    entry = table + (row * tiles + tile) * 4
-    first, end = tl.load(entry), tl.load(entry + 1)
-    begin_k, end_k = tl.load(entry + 2), tl.load(entry + 3)
+    first, end, begin_k, end_k = _find(
+        tile, cu_q + row * bounds, cu_k + row * bounds,
+        queries, keys, bounds, halvings, block_q,
+    )  # fmt: skip
     if has_slopes:
         tl.store(dslopes + (row * tiles + tile) * heads + head, 0.0)
     if first >= end:
@@ -384,14 +434,19 @@ def gradient_of_queries(
     i = first + tl.arange(0, block_q)
     # Rows past the last sequence may hold anything in dout, and see no keys.
     inside = (i < end) & (end_k >= 0)
+    lse += row * (queries * heads) + head
+    delta += row * (queries * heads) + head
+    logs = tl.load(lse + i * heads, mask=inside, other=float("-inf"))
+    deltas = tl.load(delta + i * heads, mask=inside, other=0.0)
     columns_h, columns_v = tl.arange(0, block_h), tl.arange(0, block_v)
     q_tile = _tile(q, i, heads * head_dim, columns_h, inside, head_dim, block_h, True)
     dout_tile = _tile(
         dout, i, heads * value_dim, columns_v, inside, value_dim, block_v, True
     )
-    numbers = (row * heads + head) * queries + i
-    logs = tl.load(lse + numbers, mask=inside, other=float("inf"))
-    deltas = tl.load(delta + numbers, mask=inside, other=0.0)
+    logs = tl.where(logs > float("-inf"), logs * _LOG2_E, float("inf"))
+    of_head = (row * heads + head) * queries
+    tl.store(logs_of_head + of_head + i, logs, mask=inside)
+    tl.store(delta_of_head + of_head + i, deltas, mask=inside)
     slope = None
     if has_slopes:
         slope = tl.load(slopes + row * heads + head)
@@ -402,8 +457,8 @@ def gradient_of_queries(
     start, stop, all_start, all_stop = _columns_seen(
         first, last, end, begin_k, end_k, left, right
     )
-    whole, ragged = _phases(start, stop, all_start, all_stop, block_k)
-    for masked in tl.static_range(2):
+    whole, ragged = _phases(start, stop, all_start, all_stop, block_k, one_loop)
+    for masked in tl.static_range(1 if one_loop else 0, 2):
         sums, by_slope = _query_gradient(
             sums, by_slope, q_tile, dout_tile, logs, deltas, k, v, i,
             start, stop, whole, ragged, end, end_k, slope,
@@ -449,8 +504,11 @@ def _key_gradient(
         distance = i[None, :] + shift - j[:, None]
         scores, derivative = _scores(products, distance, slope, scale, softcap)
         weights = tl.exp2(scores - logs[None, :])
-        if masked:
-            seen = _visible(i[None, :], j[:, None], shift, end_q, end, left, right)
+        # A query that is none has no weights, and what a key that is none gets goes
+        # nowhere.
+        if masked and (left >= 0 or right >= 0):
+            seen = (i < end_q)[None, :]
+            seen = _within(seen, i[None, :], j[:, None], shift, left, right)
             weights = tl.where(seen, weights, 0.0)
         dv = tl.dot(weights.to(v.dtype), dout_tile, dv)
         gradient = weights * (tl.dot(v, tl.trans(dout_tile)) - deltas[None, :])
@@ -461,26 +519,27 @@ def _key_gradient(
 @triton.jit
 @no_type_check
 def gradient_of_keys(
-    q, k, v, dout, lse, delta, table, slopes,
+    q, k, v, dout, lse, delta, cu_q, cu_k, slopes,
     dk, dv,
     queries: tl.constexpr, keys: tl.constexpr,
     heads: tl.constexpr, kv_heads: tl.constexpr,
     head_dim: tl.constexpr, value_dim: tl.constexpr,
+    bounds: tl.constexpr, halvings: tl.constexpr,
     block_q: tl.constexpr, block_k: tl.constexpr,
-    block_h: tl.constexpr, block_v: tl.constexpr,
+    block_h: tl.constexpr, block_v: tl.constexpr, one_loop: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
     left: tl.constexpr, right: tl.constexpr, has_slopes: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys of one key/value head: dk and dv, over all queries of its group.
 
-    The table is that of keys: where a tile begins and its sequence ends, and where the
-    queries of the sequence begin and end.
+    lse and delta are those of heads, which `gradient_of_queries` writes.
     """
     tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row.to(tl.int64)
-    entry = table + (row * tl.num_programs(0) + tile) * 4
-    first, end = tl.load(entry), tl.load(entry + 1)
-    begin_q, end_q = tl.load(entry + 2), tl.load(entry + 3)
+    first, end, begin_q, end_q = _find(
+        tile, cu_k + row * bounds, cu_q + row * bounds,
+        keys, queries, bounds, halvings, block_k,
+    )  # fmt: skip
     if first >= end:
         return
     k += row * (keys * kv_heads * head_dim) + kv_head * head_dim
@@ -505,7 +564,7 @@ def gradient_of_keys(
     start, stop, all_start, all_stop = _rows_seeing(
         first, last, end, begin_q, end_q, left, right
     )
-    whole, ragged = _phases(start, stop, all_start, all_stop, block_q)
+    whole, ragged = _phases(start, stop, all_start, all_stop, block_q, one_loop)
     for head in range(
         kv_head * (heads // kv_heads), (kv_head + 1) * (heads // kv_heads)
     ):
@@ -513,7 +572,7 @@ def gradient_of_keys(
         if has_slopes:
             slope = tl.load(slopes + row * heads + head)
         q_head, dout_head = q + head * head_dim, dout + head * value_dim
-        for masked in tl.static_range(2):
+        for masked in tl.static_range(1 if one_loop else 0, 2):
             dk_sums, dv_sums = _key_gradient(
                 dk_sums, dv_sums, k_tile, v_tile, q_head, dout_head,
                 lse + head * queries, delta + head * queries, j,

@@ -1,6 +1,7 @@
 """The Triton kernels on a CPU: values by its interpreter, compiled for GPUs."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ LENGTHS = {
     "full budget": ([112], [112]),
     "cross": ([33, 1, 16, 0, 17, 31], [7, 40, 17, 8, 0, 34]),
 }
+ONE_LOOP = "window both", "full", "softcap", "alibi", "sinks"
 
 
 def run(options, implementation="triton"):
@@ -75,7 +77,7 @@ def run(options, implementation="triton"):
 def test_values_and_gradients(feature, lengths, late, monkeypatch):
     """Also with NaN in what no sequence holds and in memory that is not written."""
     interpreted(monkeypatch, triton)
-    launch = dataclasses.replace(SMALL, late=late)
+    launch = dataclasses.replace(SMALL, late=late, one_loop=feature in ONE_LOOP)
     monkeypatch.setattr(triton, "launch_of", lambda *_: launch)
     tensors, options = cases.arrays(feature, DTYPE, TOKENS)
     cu_q, cu_k = (cases.prefix_sums(x) for x in LENGTHS[lengths])
@@ -107,39 +109,41 @@ def test_rows_and_vmap_are_one_launch(monkeypatch):
         np.testing.assert_array_equal(together[i], alone)
 
 
-def test_tiles_cover_every_row_once():
-    rng = np.random.default_rng(0)
-    for block in (16, 64):
-        for lengths in ([], [0, 0], [1] * 9, rng.integers(0, 90, 8), [500]):
-            cu = np.cumsum([0, *lengths, 0])
-            bounds = jnp.asarray(cu[None], jnp.int32)
-            table = triton.tile_table(bounds, 2 * bounds, 512, block)[0]
-            covered = np.zeros(512, int)
-            for first_row, end, begin, stop in np.asarray(table):
-                rows = np.arange(first_row, min(first_row + block, end))
-                covered[rows] += 1
-                inside = first_row < cu[-1]
-                assert (stop == -1) == (not inside)
-                if inside:
-                    (b,) = {np.searchsorted(cu, r, side="right") - 1 for r in rows}
-                    assert (end, begin, stop) == (cu[b + 1], 2 * cu[b], 2 * cu[b + 1])
-            assert (covered == 1).all()
+def test_many_sequences(monkeypatch):
+    """Many of which are empty."""
+    interpreted(monkeypatch, triton)
+    monkeypatch.setattr(triton, "launch_of", lambda *_: SMALL)
+    lengths = np.random.default_rng(0).choice([0, 0, 1, 2, 5, 17], 26)
+    lengths[:5] = 0
+    cu = cases.prefix_sums([*lengths, 0, 0])
+    tensors, options = cases.arrays("full", DTYPE, int(cu[-1]) + 40)
+    tensors = jax.tree.map(jnp.asarray, tensors)
+    actual, expected = (
+        varlen_attention(
+            **tensors, cu_seqlens_q=cu, **options, implementation=implementation
+        )
+        for implementation in ("triton", "xla")
+    )
+    np.testing.assert_allclose(actual, expected, atol=2e-3)
 
 
 # Types of the arrays and outputs, in the order of a kernel's arguments.
 _BF16, _FP32 = ["bfloat16"], ["float32"]
-_GRADIENTS = [*_BF16 * 4, *_FP32 * 2, "int32", *_FP32, *_BF16]
+_GRADIENTS = [*_BF16 * 4, *_FP32 * 2, *["int32"] * 2, *_FP32, *_BF16]
 DTYPES = {
-    "forward": [*_BF16 * 3, "int32", *_FP32 * 2, *_BF16, *_FP32, *_BF16],
-    "gradient_of_queries": [*_GRADIENTS, *_FP32],
+    "forward": [*_BF16 * 3, *["int32"] * 2, *_FP32 * 2, *_BF16, *_FP32, *_BF16],
+    "gradient_of_queries": [*_GRADIENTS, *_FP32 * 3],
     "gradient_of_keys": [*_GRADIENTS, *_BF16],
 }
 
 
-@pytest.mark.parametrize("head_dim", first([128, 64, 256], 128))
+@pytest.mark.parametrize(
+    ("head_dim", "length"),
+    first(itertools.product([128, 64, 256], [8192, 256]), (128, 8192), (64, 256)),
+)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", DTYPES)
-def test_kernels_compile(name, capability, head_dim):
+def test_kernels_compile(name, capability, head_dim, length):
     """They fit shared memory, and registers but for some words of a thread.
 
     An H200 was fastest with tiles that spill more, outside of the inner loop.
@@ -147,11 +151,12 @@ def test_kernels_compile(name, capability, head_dim):
     from pallas_kernels.varlen_attention import triton_kernels
 
     device = DEVICES[capability]
-    launch = triton.launch_of(name, head_dim, device)
+    launch = triton.launch_of(name, head_dim, length, device)
     q = jax.ShapeDtypeStruct((1, 8192, 32, head_dim), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, 8192, 8, head_dim), jnp.bfloat16)
     scores = Scores((None, 0), head_dim**-0.5)
-    constants = triton.kernel_constants(Inputs(q, k, k, None), scores, launch)
+    cu = jax.ShapeDtypeStruct((1, 17), jnp.int32)
+    constants = triton.kernel_constants(Inputs(q, k, k, cu), scores, launch)
     if name == "forward":
         constants |= {"has_sinks": False, "with_rest": True, "late": launch.late}
     found, _, stack = compile_for(
@@ -167,6 +172,8 @@ def test_kernels_compile(name, capability, head_dim):
     ptx = found.asm["ptx"]
     assert ("cp.async" in ptx) == (launch.num_stages > 1)
     assert TENSOR_CORES.get(capability, "mma.sync") in ptx
+    # Loops whose bounds came from a sum over threads were 6% slower on an H200.
+    assert "redux" not in ptx
 
 
 def test_what_it_cannot_do_is_said(monkeypatch):
