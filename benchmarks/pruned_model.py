@@ -52,8 +52,8 @@ from jaxscale.models.stack import unstacked
 from jaxscale.nn import TileSparseLinear
 from jaxscale.nn.linear import Linear
 from jaxscale.pruning.layers import linears, replace_linears
-from pallas_kernels.tile_sparse_matmul import TileSparse, TileSparse24
-from pallas_kernels.tile_sparse_matmul.format_24 import replace_values
+from pallas_kernels.tile_sparse_matmul import TileSparse
+from pallas_kernels.tile_sparse_matmul.format_24 import random_24
 
 
 FILE = pathlib.Path(__file__).parent / "pruned_model.json"
@@ -156,7 +156,9 @@ class Part:
             columns,
             shape=(self.inputs, width if self.packed else self.shape[1]),
         )
-        return _two_of_four(w, seed) if self.two_of_four else w
+        if self.two_of_four:
+            return random_24(w, jax.random.key(seed, impl="rbg"))
+        return w
 
     def linear(
         self, layer: Linear, seed: int, *, implementation: str | None = None
@@ -200,22 +202,6 @@ def _values(
     # dozens of shapes.
     key = jax.random.key(seed, impl="rbg")
     return jnp.where(kept, jax.random.normal(key, shape, jnp.bfloat16), 0)
-
-
-def _two_of_four(w: TileSparse, seed: int) -> TileSparse24:
-    """Random values and positions in the rows of a weight, whole fours of them."""
-    pairs = jnp.array([4, 8, 12, 9, 13, 14], jnp.int32)  # first | second << 2
-    blocks, steps = w.tile // 64, w.room // 64
-    shape = w.tiles, blocks, steps, 128, 8
-    bits = jax.random.choice(jax.random.key(0, impl="rbg"), pairs, shape)
-    metadata = (bits << jnp.arange(0, 32, 4, dtype=jnp.int32)).sum(-1, dtype=jnp.int32)
-    values = normal(seed, w.tiles, w.tile, w.room // 2)
-    kept = jnp.arange(w.room // 2) // 2 < (w.counts // 4)[:, None]  # [T, P/2]
-    return TileSparse24(
-        values=jnp.where(kept[:, None], values, 0),
-        metadata=metadata,
-        pattern=replace_values(w, None),
-    )
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

@@ -244,6 +244,28 @@ class TileSparse24:
         return dataclasses.replace(self, pattern=self.pattern.packed())
 
 
+def metadata_shape(tiles: int, tile: int, room: int) -> tuple[int, int, int, int]:
+    """The shape of the metadata of tiles: [T, B, S, 128]."""
+    return tiles, tile // BLOCK, room // STEP, 128
+
+
+def random_24(w: TileSparse, key: jax.Array) -> TileSparse24:
+    """Random values and positions in the kept rows of a weight, whole fours of them."""
+    pairs = jnp.array([4, 8, 12, 9, 13, 14], jnp.int32)  # first | second << 2
+    values_key, bits_key = jax.random.split(key)
+    shape = *metadata_shape(w.tiles, w.tile, w.room), 8
+    bits = jax.random.choice(bits_key, pairs, shape)
+    bits = bits << jnp.arange(0, 32, 4, dtype=jnp.int32)
+    half = w.tiles, w.tile, w.room // 2
+    kept = jnp.arange(w.room // 2) // 2 < (w.counts // 4)[:, None]  # [T, P/2]
+    values = jax.random.normal(values_key, half, w.dtype)
+    return TileSparse24(
+        values=jnp.where(kept[:, None], values, 0),
+        metadata=bits.sum(-1, dtype=jnp.int32),
+        pattern=replace_values(w, None),
+    )
+
+
 def _reordered(w: TileSparse, rows: Int[np.ndarray, "*layers T R"]) -> TileSparse:
     """A weight whose tiles have their rows in another order."""
     before, counts = np.asarray(w.rows), np.asarray(w.counts)
@@ -251,6 +273,8 @@ def _reordered(w: TileSparse, rows: Int[np.ndarray, "*layers T R"]) -> TileSpars
     order = np.full(before.shape, -1, np.int64)
     width = min(w.room, rows.shape[-1])
     order[..., :width] = rows[..., :width]
+    if (rows[..., width:] >= 0).any() or ((order >= 0) != kept).any():
+        raise ValueError("rows are not as many as the tiles of the weight keep")
     # Past the counts the places stay: they come last in both.
     end = w.shape[0] + np.arange(w.room)
     was, now = np.where(kept, before, end), np.where(kept, order, end)
@@ -261,7 +285,7 @@ def _reordered(w: TileSparse, rows: Int[np.ndarray, "*layers T R"]) -> TileSpars
         )
     place = np.argsort(np.argsort(now, -1), -1)  # rank of each row, as `was` rises
     sorted_now = np.sort(now, -1)
-    if rows.shape[:-1] != before.shape[:-1] or (sorted_now != was).any():
+    if (sorted_now != was).any():
         raise ValueError("rows are not those that the tiles of the weight keep")
     values = np.take_along_axis(np.asarray(w.values), place[..., None], axis=-2)
     found = np.take_along_axis(before, place, axis=-1)
