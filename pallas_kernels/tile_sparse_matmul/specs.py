@@ -60,7 +60,9 @@ class TileSparseSpec:
             return kept
         shapes: Any = (
             jax.ShapeDtypeStruct((tiles, self.tile, self.room // 2), dtype),
-            jax.ShapeDtypeStruct(metadata_shape(tiles, self.tile, self.room), jnp.int32),
+            jax.ShapeDtypeStruct(
+                metadata_shape(tiles, self.tile, self.room), jnp.int32
+            ),
         )
         return TileSparse24(values=shapes[0], metadata=shapes[1], pattern=kept)
 
