@@ -398,7 +398,7 @@ def _parts(
         if fours is not None:
             tiles = _tiles_of_fours(fours.layer(i), mask, wide if shared else None)
             cut = _Part(weight=dense, kept=mask, columns=None)
-            parts += _in_fours(cut, tiles, shards, axis, config, bool(shared))
+            parts += _in_fours(cut, tiles, shards, axis, config)
             continue
         if split == "columns":
             columns = [_columns(part, config) for part in np.split(wide, shards, 1)]
@@ -409,7 +409,13 @@ def _parts(
             _Part(weight=w, kept=m, columns=c)
             for w, m, c in zip(*pieces, columns, strict=True)
         ]
-    return split, parts if shared or fours is not None else _in_order(parts, config)
+    if not shared:
+        parts = (
+            _in_order(parts, config)
+            if fours is None
+            else _fours_in_order(parts, config.tile)
+        )
+    return split, parts
 
 
 type _Tiles = list[tuple[np.ndarray, np.ndarray]]
@@ -437,12 +443,7 @@ def _tiles_of_fours(
 
 
 def _in_fours(
-    part: _Part,
-    tiles: _Tiles,
-    shards: int,
-    axis: int,
-    config: PruneConfig,
-    shared: bool,
+    part: _Part, tiles: _Tiles, shards: int, axis: int, config: PruneConfig
 ) -> list[_Part]:
     """The shards of a layer of pattern tw24.
 
@@ -452,39 +453,41 @@ def _in_fours(
         shards: How many shards there are.
         axis: What they split, 0 for rows.
         config: Pattern and tile.
-        shared: Other layers have the same tiles; else columns stay in their places if
-            the tiles allow it.
     """
-    size, tile = part.kept.shape[axis] // shards, config.tile
-    cuts = zip(
-        np.split(part.weight, shards, axis),
-        np.split(part.kept, shards, axis),
-        strict=True,
-    )
+    size = part.kept.shape[axis] // shards
     found = []
-    for shard, (weight, kept) in enumerate(cuts):
-        mine: _Tiles = []
-        for columns, rows in tiles:
-            if axis == 0:
-                mine.append((columns, rows[rows // size == shard] - shard * size))
-            elif columns[0] // size == shard:
-                mine.append((columns - shard * size, rows))
-        places = {int(columns[0]): rows for columns, rows in mine}
-        in_place = not any(
-            columns[0] % tile or (np.diff(columns) != 1).any() for columns, _ in mine
+    for shard, (weight, kept) in enumerate(
+        zip(
+            np.split(part.weight, shards, axis),
+            np.split(part.kept, shards, axis),
+            strict=True,
         )
-        none = np.zeros(0, np.int32)
-        if in_place and not shared:
-            columns = None
-            firsts = range(0, kept.shape[1], tile)
-        elif mine:
-            columns = np.concatenate([columns for columns, _ in mine])
-            firsts = columns[::tile].tolist()
+    ):
+        first = shard * size
+        if axis == 0:
+            mine = [(c, rows[rows // size == shard] - first) for c, rows in tiles]
         else:
-            columns = np.arange(tile)  # a tile without rows
-            firsts = [0]
-        fours = [places.get(first, none) for first in firsts]
+            mine = [(c - first, rows) for c, rows in tiles if c[0] // size == shard]
+        if not mine:  # a tile without rows
+            mine = [(np.arange(config.tile), np.zeros(0, np.int32))]
+        columns = np.concatenate([c for c, _ in mine])
+        fours = [rows for _, rows in mine]
         found.append(_Part(weight=weight, kept=kept, columns=columns, fours=fours))
+    return found
+
+
+def _fours_in_order(parts: list[_Part], tile: int) -> list[_Part]:
+    """The parts with all columns in order, if all tiles allow it."""
+    found = []
+    for part in parts:
+        assert part.columns is not None and part.fours is not None
+        tiles = part.columns.reshape(-1, tile)
+        if (tiles[:, 0] % tile).any() or (np.diff(tiles) != 1).any():
+            return parts
+        rows = dict(zip(tiles[:, 0].tolist(), part.fours, strict=True))
+        firsts = range(0, part.kept.shape[1], tile)
+        fours = [rows.get(first, part.fours[0][:0]) for first in firsts]
+        found.append(dataclasses.replace(part, columns=None, fours=fours))
     return found
 
 

@@ -406,10 +406,11 @@ def _fours_of(
         for shard in range(matrix.row_shards):
             mine = np.flatnonzero(mask[:, tile[0]])
             mine = mine[mine // height == shard]
-            parts = [mine[comes[mine]], mine[~comes[mine]]]
             if config.k_granularity == 1:  # else rows stay in their groups
-                parts = [p[best_fours(matrix.scores[np.ix_(p, tile)])] for p in parts]
-            mine = np.concatenate(parts)
+                parts = mine[comes[mine]], mine[~comes[mine]]
+                mine = np.concatenate(
+                    [p[best_fours(matrix.scores[np.ix_(p, tile)])] for p in parts]
+                )
             kept[np.ix_(mine, tile)] = two_of_four(matrix.scores[np.ix_(mine, tile)])
             found.append(mine)
         rows = np.concatenate(found)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,12 +14,13 @@ from jaxscale import pruning
 from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.pruning import PruneConfig
 from jaxscale.pruning.fours import best_fours, two_of_four
+from jaxscale.sharding import make_mesh, preset
 from jaxscale.training import TrainState
 from pallas_kernels.tile_sparse_matmul import TileSparse24
 from tests.tolerances import relative_error
 
 
-def small_model():
+def small_model(**options):
     config = DecoderConfig(
         vocab_size=64,
         d_model=128,
@@ -29,7 +31,7 @@ def small_model():
         d_ff=256,
         max_seq_len=16,
     )
-    return Decoder(config, rngs=nnx.Rngs(0))
+    return Decoder(config, rngs=nnx.Rngs(0), **options)
 
 
 def masks_of(model, **settings):
@@ -56,6 +58,23 @@ def test_compressed_layers_compute_what_the_masks_keep(separate):
     want = pruning.apply_masks(model, masks)(tokens)
     for pruned in (sparse, compressed):
         assert relative_error(pruned(tokens), want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"shards": 2}, {"k_granularity": 8}, {"permute": False, "equal_work": True}],
+)
+def test_fours_fit_shards_groups_and_tiles_in_order(settings):
+    rules = preset("fsdp_tp")
+    with jax.set_mesh(make_mesh({"fsdp": 1, "tensor": 1}, jax.devices()[:1])):
+        model = small_model(rules=rules)
+        masks, _ = masks_of(model, sparsity=0.75, **settings)
+        compressed = pruning.sparsify(model, masks, compress=True)
+        split = compressed.blocks.mlp.down.split
+        assert split == ("rows" if "shards" in settings else None)
+        tokens = jnp.arange(12).reshape(1, 12) % 64
+        want = pruning.apply_masks(model, masks)(tokens)
+        assert relative_error(compressed(tokens), want) < 1e-5
 
 
 def test_the_best_two_of_four_kept_rows_stay():
