@@ -14,9 +14,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 
-_ROUNDS = 24
-"""Of exchanges. After 24 the lost score has fallen by a third, after 100 by little
-more."""
+_ROUNDS = 48
+"""Of exchanges: 96 take twice as long and find 3% more of what is lost."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
