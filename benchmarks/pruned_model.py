@@ -2,12 +2,13 @@
 
 ``python -m benchmarks.pruned_model`` trains a model of bytes as
 `benchmarks.pruning_accuracy` does, but in the proportions of LLaMA-3 8B, on a GPU (seed
-0), prunes it by ``tw`` and ``tew`` as `jaxscale.pruning` does by
+0), prunes it by ``tw``, ``tew`` and ``tw24`` as `jaxscale.pruning` does by
 default, ranked over all layers, updates the kept weights, trains on under each mask
 (and under 2:4 alike), and writes what
 `jaxscale.pruning.sparsify` keeps, with the bits per byte of each model, to
 ``benchmarks/pruned_model.json``. Benchmarks of speed read that file, and make it on a
-GPU where it is missing.
+GPU where it is missing. Where it is there, masks that it lacks are added: their bits
+are those of the dense model in it and what they lose in the training at hand.
 
 Scaled to a matrix of r times the inputs and c times the outputs, every tile stands for
 c tiles, each of which keeps r times as many rows, and every dropped column for c
@@ -51,8 +52,8 @@ from jaxscale.models.stack import unstacked
 from jaxscale.nn import TileSparseLinear
 from jaxscale.nn.linear import Linear
 from jaxscale.pruning.layers import linears, replace_linears
-from pallas_kernels.tile_sparse_matmul import TileSparse, TileSparse24
-from pallas_kernels.tile_sparse_matmul.format_24 import replace_values
+from pallas_kernels.tile_sparse_matmul import TileSparse
+from pallas_kernels.tile_sparse_matmul.format_24 import random_24
 
 
 FILE = pathlib.Path(__file__).parent / "pruned_model.json"
@@ -67,8 +68,8 @@ LAYERS = {TRAINED: SETUPS[TRAINED].model.num_layers, UNTRAINED: 2}
 
 MASKS = ("tw", "tew")
 SPARSITIES = (0.5, 0.75, 0.9)
-SPARSITY_24 = 0.75
-"""Of tiles times 2:4, whose tiles are those of ``tw`` at 50%."""
+SPARSITIES_24 = (0.65, 0.75, 0.8, 0.85)
+"""Of tiles times 2:4 (``tw24``), which keep half of what tiles do."""
 SEED = 0
 SCALE = 0.02
 """Of weights, as models are initialized."""
@@ -130,11 +131,6 @@ class Part:
             weights=self.weights * rows * columns,
         )
 
-    def halved(self) -> "Part":
-        """The same tiles with 2:4 in their rows, which no layer is too full for."""
-        half = self.weights // 2
-        return dataclasses.replace(self, weights=half, dense=False, two_of_four=True)
-
     def weight(self, seed: int) -> Any:
         """Random values where a mask keeps some, the same mask for every seed."""
         rng = np.random.default_rng(0)
@@ -151,9 +147,8 @@ class Part:
         if not self.packed:
             columns = jnp.asarray(np.sort(rng.permutation(self.shape[1])[:width]))
         whole = max(int(counts.sum()) * self.tile, 1)
-        share = None if self.weights == whole else self.weights / whole
-        if self.two_of_four:
-            share = None
+        all_kept = self.weights == whole or self.two_of_four
+        share = None if all_kept else self.weights / whole
         w = TileSparse(
             _values(seed, share, jnp.asarray(counts), room, self.tile),
             jnp.asarray(rows),
@@ -161,7 +156,9 @@ class Part:
             columns,
             shape=(self.inputs, width if self.packed else self.shape[1]),
         )
-        return _two_of_four(w, seed) if self.two_of_four else w
+        if self.two_of_four:
+            return random_24(w, jax.random.key(seed, impl="rbg"))
+        return w
 
     def linear(
         self, layer: Linear, seed: int, *, implementation: str | None = None
@@ -174,8 +171,13 @@ class Part:
             implementation: Of `tile_sparse_matmul`; None picks one.
         """
         w = self.weight(seed)
+        values = (w.values * SCALE).astype(layer.dtype)
+        if isinstance(w, TileSparse):
+            w = TileSparse.stack([w.with_values(values)])
+        else:
+            w = jax.tree.map(lambda x: x[None], dataclasses.replace(w, values=values))
         return TileSparseLinear(
-            TileSparse.stack([w.with_values((w.values * SCALE).astype(layer.dtype))]),
+            w,
             split=None,
             kernel_axes=layer.kernel_axes,
             out_axes=layer.out_axes,
@@ -202,22 +204,6 @@ def _values(
     return jnp.where(kept, jax.random.normal(key, shape, jnp.bfloat16), 0)
 
 
-def _two_of_four(w: TileSparse, seed: int) -> TileSparse24:
-    """Random values and positions in the rows of a weight, whole fours of them."""
-    pairs = jnp.array([4, 8, 12, 9, 13, 14], jnp.int32)  # first | second << 2
-    blocks, steps = w.tile // 64, w.room // 64
-    shape = w.tiles, blocks, steps, 128, 8
-    bits = jax.random.choice(jax.random.key(0, impl="rbg"), pairs, shape)
-    metadata = (bits << jnp.arange(0, 32, 4, dtype=jnp.int32)).sum(-1, dtype=jnp.int32)
-    values = normal(seed, w.tiles, w.tile, w.room // 2)
-    kept = jnp.arange(w.room // 2) // 2 < (w.counts // 4)[:, None]  # [T, P/2]
-    return TileSparse24(
-        values=jnp.where(kept[:, None], values, 0),
-        metadata=metadata,
-        pattern=replace_values(w, None),
-    )
-
-
 def normal(seed: int, *shape: int) -> jax.Array:
     """Random normal bfloat16."""
     return _normal(seed, shape)
@@ -238,11 +224,21 @@ class PrunedModel:
     blocks: Mapping[str, Sequence[Mapping[str, Part]]]
     """By the label of a mask, what is kept of each kind of matrix in each block."""
 
+    def of(self, mask: str, sparsity: float) -> Sequence[Mapping[str, Part]]:
+        """What a mask keeps of each block.
+
+        Raises:
+            NotImplementedError: the file lacks the mask.
+        """
+        if (key := label(mask, sparsity)) not in self.blocks:
+            raise NotImplementedError(
+                f"{FILE.name} lacks {key}: python -m {__spec__.name} adds it on a GPU"
+            )
+        return self.blocks[key]
+
     def parts(self, mask: str, sparsity: float, kind: str) -> list[Part]:
         """What a mask keeps of one kind of matrix, block by block."""
-        if mask == "tw24":  # the tiles are those of tw that keep twice as much
-            return [p.halved() for p in self.parts("tw", 2 * sparsity - 1, kind)]
-        return [block[kind] for block in self.blocks[label(mask, sparsity)]]
+        return [block[kind] for block in self.of(mask, sparsity)]
 
     def layers(
         self, mask: str, sparsity: float, count: int
@@ -251,7 +247,7 @@ class PrunedModel:
 
         A block of the trained model stands for as many neighbors as the model has more.
         """
-        blocks = self.blocks[label(mask, sparsity)]
+        blocks = self.of(mask, sparsity)
         return [blocks[i * len(blocks) // count] for i in range(count)]
 
     def bits_of(self, name: str) -> dict[str, float]:
@@ -267,8 +263,8 @@ def layers_for(
     Args:
         config: Of the decoder; its sizes are multiples of the trained model's.
         name: Of the trained model.
-        mask: One of `MASKS`.
-        sparsity: One of `SPARSITIES`.
+        mask: One of `masks`.
+        sparsity: Of the mask.
     """
     wide, heads = config.d_model, config.num_heads * config.head_dim
     few = config.num_kv_heads * config.head_dim
@@ -308,6 +304,12 @@ def with_sparse_layers(
     return replace_linears(model, makers)
 
 
+def masks() -> list[tuple[str, float]]:
+    """All masks and their sparsities."""
+    plain = [(mask, sparsity) for mask in MASKS for sparsity in SPARSITIES]
+    return plain + [("tw24", sparsity) for sparsity in SPARSITIES_24]
+
+
 def label(mask: str, sparsity: float) -> str:
     """The key of a mask in the file."""
     return f"{mask} {sparsity:g}"
@@ -335,12 +337,13 @@ def load(name: str) -> PrunedModel:
 
 
 def _read(found: Mapping[str, Any]) -> PrunedModel:
-    def part(stored: Mapping[str, Any]) -> Part:
+    def part(stored: Mapping[str, Any], name: str) -> Part:
         lists = {k: tuple(stored[k]) for k in ("shape", "counts")}
-        return Part(**{**stored, **lists}, tile=found["tile"])
+        half = name.startswith("tw24")
+        return Part(**{**stored, **lists}, tile=found["tile"], two_of_four=half)
 
     blocks = {
-        name: [{kind: part(stored) for kind, stored in block.items()} for block in each]
+        name: [{kind: part(own, name) for kind, own in block.items()} for block in each]
         for name, each in found["masks"].items()
     }
     return PrunedModel(bits=found["bits_per_byte"], blocks=blocks)
@@ -364,40 +367,49 @@ def write(found: Mapping[str, Any]) -> None:
 # --- Making it ------------------------------------------------------------------------
 
 
-def trained(name: str = TRAINED) -> dict[str, Any]:
-    """Train, prune by every mask, train on, and say what is kept."""
+def trained(
+    name: str = TRAINED, known: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train, prune by every mask, train on, and say what is kept.
+
+    Args:
+        name: Of the model.
+        known: What the file says: masks that it has are left as they are.
+    """
     experiment = Experiment(SETUPS[name], SEED)
     control = experiment.tuned(experiment.whole)[0]
-    bits = {
-        "dense": experiment.bits(control),
-        "int8": experiment.bits(_quantized(control)),
-    }
-    two_four = experiment.masks("two_four", 0.5)
-    bits["two_four"] = experiment.bits(experiment.tuned(two_four, UPDATED)[0])
-    tiles = experiment.masks("tile_24", SPARSITY_24)
-    key = label("tw24", SPARSITY_24)
-    bits[key] = experiment.bits(experiment.tuned(tiles, "tile_24_updated")[0])
-    kept = {}
+    dense = experiment.bits(control)
+    if known is None:
+        two_four = experiment.masks("two_four", 0.5)
+        bits = {
+            "dense": dense,
+            "int8": experiment.bits(_quantized(control)),
+            "two_four": experiment.bits(experiment.tuned(two_four, UPDATED)[0]),
+        }
+        kept = {}
+    else:
+        bits, kept = dict(known["bits_per_byte"]), dict(known["masks"])
     # The host ranks weights for the next masks while the GPU trains.
     with ThreadPoolExecutor(4) as pool:
         pending = {
-            label(mask, sparsity): pool.submit(_pruned, experiment, mask, sparsity)
-            for mask in MASKS
-            for sparsity in SPARSITIES
+            key: pool.submit(_pruned, experiment, *each)
+            for each in masks()
+            if (key := label(*each)) not in kept or key not in bits
         }
         for key, future in pending.items():
-            masks, kept[key] = future.result()
-            bits[key] = experiment.bits(experiment.tuned(masks, UPDATED)[0])
+            found, kept[key] = future.result()
+            lost = experiment.bits(experiment.tuned(found, UPDATED)[0]) - dense
+            bits[key] = bits["dense"] + lost
             print(f"{key}: {bits[key]:.4f} bits a byte", flush=True)
-    return {
+    head = known or {
         "model": name,
         "seed": SEED,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "tile": SETUPS[name].tile,
-        "bits_per_byte": {key: round(value, 5) for key, value in bits.items()},
-        "masks": kept,
     }
+    rounded = {key: round(value, 5) for key, value in bits.items()}
+    return {**head, "bits_per_byte": rounded, "masks": kept}
 
 
 def _pruned(experiment: Experiment, mask: Any, sparsity: float) -> tuple[Any, list]:
@@ -433,11 +445,11 @@ def untrained() -> dict[str, Any]:
         wide = np.exp(0.5 * rng.standard_normal((layers, k, 1)))
         scores[name] = size * wide * np.exp(0.5 * rng.standard_normal((layers, 1, n)))
     kept = {}
-    for mask in MASKS:
-        for sparsity in SPARSITIES:
-            config = pruning.PruneConfig(pattern=mask, sparsity=sparsity, tile=tile)
-            masks = pruning.make_model_masks(model, scores, config)
-            kept[label(mask, sparsity)] = parts_of(model, masks)
+    for mask, sparsity in masks():
+        pattern: Any = mask
+        config = pruning.PruneConfig(pattern=pattern, sparsity=sparsity, tile=tile)
+        found = pruning.make_model_masks(model, scores, config)
+        kept[label(mask, sparsity)] = parts_of(model, found)
     return {"tile": tile, "bits_per_byte": {}, "masks": kept}
 
 
@@ -445,7 +457,8 @@ def parts_of(model: Any, masks: pruning.Masks) -> list[dict[str, dict[str, Any]]
     """What `sparsify` keeps of the matrices of each block, and which stay dense."""
     sparse = pruning.sparsify(model, masks, dense_above=1.0, separate=True)
     masks = masks.separated()
-    dense = pruning.dense_layers(unstacked(model), masks)
+    compressed = masks.config.pattern == "tw24"  # for which no layer is too full
+    dense = [] if compressed else pruning.dense_layers(unstacked(model), masks)
     found: list[dict[str, dict[str, Any]]] = [{} for _ in sparse.blocks]
     for name in masks:
         _, block, *path = name.split(".")
@@ -462,11 +475,12 @@ def parts_of(model: Any, masks: pruning.Masks) -> list[dict[str, dict[str, Any]]
 
 
 def main() -> int:
-    """Make the file anew."""
+    """Make the file, or what it lacks."""
     if not timing.on_gpu():
         print("there is no GPU to train on; nothing was written", file=sys.stderr)
         return 1
-    write(trained())
+    known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else None
+    write(trained(known=known))
     print(f"wrote {FILE}")
     return 0
 

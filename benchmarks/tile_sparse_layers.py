@@ -74,7 +74,7 @@ type Parts = dict[str, pruned_model.Part]
 def _parts(params: Params, layer: Any) -> list[Parts]:
     """Of each block of the model."""
     model = pruned_model.load(params["model"])
-    blocks = model.blocks[pruned_model.label(params["mask"], params["sparsity"])]
+    blocks = model.of(params["mask"], params["sparsity"])
     return [
         {
             name: block[name.rpartition(".")[2]].scaled(*one.kernel.shape)

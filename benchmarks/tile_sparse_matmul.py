@@ -6,7 +6,7 @@ layer and by the number of tokens.
 The masks are those of a trained model that was pruned by ``tw`` (columns that go as a
 whole, then rows of each tile, so that tiles are uneven) and ``tew`` (the same and
 single weights besides), at the sizes of larger models: `benchmarks.pruned_model` says
-how. ``tw24`` has the tiles of ``tw`` that keep twice as much, and 2:4 in their rows.
+how. ``tw24`` has tiles as ``tw``, and 2:4 in their rows.
 ``bits_per_byte`` is that of the very model, under the mask of the row or, for
 baselines, dense, under 2:4 or with int8 weights.
 
@@ -448,11 +448,8 @@ def metrics(params: Params, seconds: float) -> dict[str, float]:
 
 def masked(case: Case) -> Iterator[Case]:
     """A case under every mask."""
-    for mask in pruned_model.MASKS:
-        for sparsity in pruned_model.SPARSITIES:
-            yield Case(case.name, {**case.params, "mask": mask, "sparsity": sparsity})
-    own = {"mask": "tw24", "sparsity": pruned_model.SPARSITY_24}
-    yield Case(case.name, {**case.params, **own})
+    for mask, sparsity in pruned_model.masks():
+        yield Case(case.name, {**case.params, "mask": mask, "sparsity": sparsity})
 
 
 def cases() -> list[Case]:

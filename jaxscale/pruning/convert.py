@@ -22,6 +22,7 @@ from jaxscale.nn.linear import Linear
 from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from jaxscale.pruning.clustering import tiles_of
 from jaxscale.pruning.config import TILE_WISE, PruneConfig
+from jaxscale.pruning.fours import Fours
 from jaxscale.pruning.layers import (
     FeedForward,
     feed_forwards,
@@ -102,9 +103,8 @@ def sparsify(
 
     Raises:
         ValueError: the pattern is not tile-wise, the masks do not fit the model, or it
-            has fp8 matmuls or sparse layers; with `compress`, the pattern is not tw24,
-            tiles are no multiple of 64, or rows are in another order than the masks
-            were made for.
+            has fp8 matmuls or sparse layers; with `compress`, the pattern is not tw24
+            or tiles are no multiple of 64.
 
     Example:
         >>> from flax import nnx
@@ -232,9 +232,8 @@ def _cut_layers(model: Any, masks: Masks, drop_hidden: bool) -> "dict[str, _Cut]
     found: dict[str, _Cut] = {}
     for name in sorted(masks, key=lambda name: name in feeders):
         shared = [kept[each] for each in together.get(name, ())]
-        split, parts = _parts(
-            layers[name], weights[name], kept[name], shared, masks.config
-        )
+        of = layers[name], weights[name], kept[name], shared
+        split, parts = _parts(*of, masks.config, masks.fours.get(name))
         found[name] = _Cut(
             split=split,
             parts=parts,
@@ -293,6 +292,8 @@ class _Packed:
     """Tiles keep rows with pruned parts."""
     columns: list[jax.Array] | None
     """The hidden feature of each output, if others are removed."""
+    fours: list[list[np.ndarray]] | None
+    """The rows of each tile, four by four."""
 
     def linear(
         self, layer: Linear, implementation: str | None, compress: bool
@@ -302,8 +303,11 @@ class _Packed:
         bias: Any = layer.bias
         if bias is not None and self.columns is not None:
             bias = bias.replace(self.packed_bias(bias[...]))
+        form: TileSparse | TileSparse24 = weight
+        if compress:
+            form = TileSparse24.compress(weight, self._rows(weight))
         return TileSparseLinear(
-            TileSparse24.compress(weight) if compress else weight,
+            form,
             split=self.split,
             kernel_axes=layer.kernel_axes,
             out_axes=layer.out_axes,
@@ -313,6 +317,16 @@ class _Packed:
             rules=layer.rules,
             implementation=implementation,
         )
+
+    def _rows(self, weight: TileSparse) -> Int[np.ndarray, "*layers S T P"] | None:
+        """The rows of the stacked weight, four by four; -1 past them."""
+        if self.fours is None:
+            return None
+        rows = np.full(weight.rows.shape, -1, np.int32)
+        flat = rows.reshape(-1, weight.room)
+        for place, found in enumerate(rows for shard in self.fours for rows in shard):
+            flat[place, : len(found)] = found
+        return rows
 
     def stacked(self, shape: tuple[int, ...], dtype: Any) -> TileSparse:
         """[*shape, S, ...], for a stack of `shape` layers."""
@@ -345,6 +359,8 @@ class _Part:
     kept: Bool[np.ndarray, "K N"]
     columns: Int[np.ndarray, " C"] | None
     """The columns of the tiles; each tile keeps equally many rows in all shards."""
+    fours: list[np.ndarray] | None = None
+    """With tw24, the rows of each tile, four by four."""
 
     def covered(self, tile: int) -> Bool[np.ndarray, "K N"]:
         """The rows that tiles keep, whole."""
@@ -357,6 +373,7 @@ def _parts(
     kept: Bool[np.ndarray, "L K N"],
     shared: Sequence[Bool[np.ndarray, "L K N"]],
     config: PruneConfig,
+    fours: Fours | None,
 ) -> tuple[Literal["rows", "columns"] | None, list[_Part]]:
     """Return the dimension that shards split, and the shards of each layer of a stack.
 
@@ -367,6 +384,7 @@ def _parts(
         shared: Masks of layers that must keep the same columns in the same order; empty
             if there are none.
         config: Pattern, tile and shards.
+        fours: With tw24, the tiles and the order of their rows.
     """
     by_rows, by_columns = layer_shards(layer, config.shards)
     shards = max(by_rows, by_columns)
@@ -377,6 +395,11 @@ def _parts(
     parts = []
     for i, (dense, mask) in enumerate(zip(matrices(weight), kept, strict=True)):
         wide = np.concatenate([m[i] for m in shared]) if shared else mask
+        if fours is not None:
+            tiles = _tiles_of_fours(fours.layer(i), mask, wide if shared else None)
+            cut = _Part(weight=dense, kept=mask, columns=None)
+            parts += _in_fours(cut, tiles, shards, axis, config)
+            continue
         if split == "columns":
             columns = [_columns(part, config) for part in np.split(wide, shards, 1)]
         else:
@@ -386,7 +409,86 @@ def _parts(
             _Part(weight=w, kept=m, columns=c)
             for w, m, c in zip(*pieces, columns, strict=True)
         ]
-    return split, parts if shared else _in_order(parts, config)
+    if not shared:
+        parts = (
+            _in_order(parts, config)
+            if fours is None
+            else _fours_in_order(parts, config.tile)
+        )
+    return split, parts
+
+
+type _Tiles = list[tuple[np.ndarray, np.ndarray]]
+"""Columns and rows of each tile."""
+
+
+def _tiles_of_fours(
+    fours: Fours, kept: Bool[np.ndarray, "K N"], wide: np.ndarray | None
+) -> _Tiles:
+    """The tiles that are left.
+
+    Args:
+        fours: Of the matrix.
+        kept: What it keeps now: some input features may have gone.
+        wide: With that of layers that share its columns, of which some may have gone.
+    """
+    found = []
+    for columns, rows in zip(fours.columns, fours.rows, strict=True):
+        first = columns[0]
+        if first < 0 or (wide is not None and not wide[:, first].any()):
+            continue
+        rows = rows[rows >= 0]
+        found.append((columns, rows[kept[rows, first]]))
+    return found
+
+
+def _in_fours(
+    part: _Part, tiles: _Tiles, shards: int, axis: int, config: PruneConfig
+) -> list[_Part]:
+    """The shards of a layer of pattern tw24.
+
+    Args:
+        part: The layer.
+        tiles: Its tiles.
+        shards: How many shards there are.
+        axis: What they split, 0 for rows.
+        config: Pattern and tile.
+    """
+    size = part.kept.shape[axis] // shards
+    found = []
+    for shard, (weight, kept) in enumerate(
+        zip(
+            np.split(part.weight, shards, axis),
+            np.split(part.kept, shards, axis),
+            strict=True,
+        )
+    ):
+        first = shard * size
+        if axis == 0:
+            mine = [(c, rows[rows // size == shard] - first) for c, rows in tiles]
+        else:
+            mine = [(c - first, rows) for c, rows in tiles if c[0] // size == shard]
+        if not mine:  # a tile without rows
+            mine = [(np.arange(config.tile), np.zeros(0, np.int32))]
+        columns = np.concatenate([c for c, _ in mine])
+        fours = [rows for _, rows in mine]
+        found.append(_Part(weight=weight, kept=kept, columns=columns, fours=fours))
+    return found
+
+
+def _fours_in_order(parts: list[_Part], tile: int) -> list[_Part]:
+    """The parts with all columns in order, if all tiles allow it."""
+    found = []
+    for part in parts:
+        assert part.columns is not None and part.fours is not None
+        tiles = part.columns.reshape(-1, tile)
+        if (tiles[:, 0] % tile).any() or (np.diff(tiles) != 1).any():
+            return parts
+        rows = dict(zip(tiles[:, 0].tolist(), part.fours, strict=True))
+        firsts = range(0, part.kept.shape[1], tile)
+        fours = [rows.get(first, part.fours[0][:0]) for first in firsts]
+        found.append(dataclasses.replace(part, columns=None, fours=fours))
+    return found
 
 
 def _columns(
@@ -447,10 +549,16 @@ def _pack(cut: _Cut, config: PruneConfig, feeder: _Packed | None) -> _Packed:
     ]
     tiles = max(w.tiles for w in weights)
     weights = [_with_tiles(w, tiles) for w in weights]
+    fours = [part.fours for part in parts if part.fours is not None]
+    fours = [rows + [rows[0][:0]] * (tiles - len(rows)) for rows in fours]
     if feeder is not None and feeder.columns is not None:
         weights = [
             w.fold_rows(columns)
             for w, columns in zip(weights, feeder.columns, strict=True)
+        ]
+        fours = [
+            _renumbered(rows, np.asarray(columns))
+            for rows, columns in zip(fours, feeder.columns, strict=bool(fours))
         ]
     columns = None
     if cut.drop:
@@ -461,7 +569,17 @@ def _pack(cut: _Cut, config: PruneConfig, feeder: _Packed | None) -> _Packed:
         weights=weights,
         zeros_stay=zeros_stay or config.pattern == "tw24",
         columns=columns,
+        fours=fours or None,
     )
+
+
+def _renumbered(
+    tiles: list[np.ndarray], columns: Int[np.ndarray, " C"]
+) -> list[np.ndarray]:
+    """The rows of tiles where inputs are the packed outputs of another layer."""
+    places = np.zeros(columns.max() + 1, np.int32)
+    places[columns] = np.arange(len(columns))
+    return [places[rows] for rows in tiles]
 
 
 def _with_tiles(w: TileSparse, tiles: int) -> TileSparse:

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float
 
 from jaxscale.nn.linear import Linear
 from jaxscale.pruning.config import PruneConfig
+from jaxscale.pruning.fours import Fours
 from jaxscale.pruning.layers import (
     check_dense,
     choose,
@@ -61,6 +62,8 @@ class Masks:
     """The part of each mask in tiles: all but the single weights of ``tew``."""
     chosen: Mapping[str, list[int]]
     """The indices in each stack that were pruned."""
+    fours: Mapping[str, Fours] = dataclasses.field(default_factory=dict)
+    """With tw24, the tiles of each layer and the order of their rows."""
 
     def __getitem__(self, name: str) -> Bool[np.ndarray, "..."]:
         return self.kept[name]
@@ -79,6 +82,7 @@ class Masks:
             kept=some(self.kept),
             tiled=some(self.tiled),
             chosen=some(self.chosen),
+            fours=some(self.fours),
         )
 
     @property
@@ -97,7 +101,7 @@ class Masks:
         Of a stack ``blocks.mlp.up`` the mask of the first layer is that of
         ``blocks.0.mlp.up``. Layers that were not chosen are left out.
         """
-        kept, tiled, chosen = {}, {}, {}
+        kept, tiled, chosen, fours = {}, {}, {}, {}
         for name, places in self.chosen.items():
             blocks, _, rest = name.partition(".")
             for i in places:
@@ -106,7 +110,11 @@ class Masks:
                 kept[each] = self.kept[name][i] if stacked else self.kept[name]
                 tiled[each] = self.tiled[name][i] if stacked else self.tiled[name]
                 chosen[each] = [0]
-        return dataclasses.replace(self, kept=kept, tiled=tiled, chosen=chosen)
+                if name in self.fours:
+                    fours[each] = self.fours[name].layer(i)
+        return dataclasses.replace(
+            self, kept=kept, tiled=tiled, chosen=chosen, fours=fours
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the masks into a safetensors file, one bit per weight."""
@@ -115,6 +123,9 @@ class Masks:
             tensors[f"{name}.kept"] = np.packbits(kept)
             tensors[f"{name}.tiled"] = np.packbits(self.tiled[name])
             shapes[name] = list(kept.shape)
+        for name, fours in self.fours.items():
+            tensors[f"{name}.columns"] = fours.columns
+            tensors[f"{name}.rows"] = fours.rows
         header = {
             "format": "jaxscale_masks",
             "version": _VERSION,
@@ -177,12 +188,20 @@ class Masks:
                 found[name] = mask.astype(np.bool_)
             return found
 
+        fours = {}
+        for name, shape in shapes.items():
+            if f"{name}.rows" in bits:
+                columns, rows = bits[f"{name}.columns"], bits[f"{name}.rows"]
+                fours[name] = Fours(columns=columns, rows=rows)
+                if rows.shape[:-2] != tuple(shape[:-2]) or rows.shape[-1] != shape[-2]:
+                    raise ValueError(f"{name}.rows has shape {rows.shape}")
         config = json.loads(header["config"])
         return cls(
             config=PruneConfig(**config | {"dense": tuple(config["dense"])}),
             kept=unpack("kept"),
             tiled=unpack("tiled"),
             chosen=json.loads(header["chosen"]),
+            fours=fours,
         )
 
 
@@ -246,7 +265,7 @@ def make_model_masks(
             )
     names = [entry.name for entry in entries]
     made = dict(zip(names, make_masks(entries, config), strict=True))
-    kept, tiled = {}, {}
+    kept, tiled, fours = {}, {}, {}
     for name, places in chosen.items():
         shape = layers[name].kernel.shape
         kept[name] = np.ones(shape, np.bool_)
@@ -255,7 +274,12 @@ def make_model_masks(
             mask = made[layer_names(name, shape)[i]]
             matrices(kept[name])[i] = mask.kept
             matrices(tiled[name])[i] = mask.tiled
-    return Masks(config=config, kept=kept, tiled=tiled, chosen=chosen)
+            if mask.fours is not None:
+                if name not in fours:
+                    fours[name] = Fours.none(shape, config.tile)
+                own = fours[name].layer(i)
+                own.columns[...], own.rows[...] = mask.fours.columns, mask.fours.rows
+    return Masks(config=config, kept=kept, tiled=tiled, chosen=chosen, fours=fours)
 
 
 def _related(model: Any) -> dict[str, tuple[str | None, str | None]]:

@@ -8,6 +8,8 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Float
 
+from jaxscale.pruning.fours import Fours
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matrix:
@@ -45,3 +47,5 @@ class Mask:
     """All kept elements."""
     tiled: Bool[np.ndarray, "K N"]
     """The part in tiles: all but the single weights of tew."""
+    fours: Fours | None = None
+    """With tw24, its tiles and the order of their rows."""

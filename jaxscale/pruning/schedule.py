@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 
 from jaxscale.pruning.config import PruneConfig
+from jaxscale.pruning.fours import Fours
 from jaxscale.pruning.layers import choose
 from jaxscale.pruning.masks import Masks, Scores, apply_masks, make_model_masks
 from jaxscale.pruning.scores import magnitude_scores
@@ -103,7 +104,10 @@ class MaskState(NamedTuple):
 
     codes: dict[str, Any]
     """Code of each weight, by layer: 0 pruned, 1 in a tile, 2 a single weight, -1
-    pruned in a tile."""
+    pruned in a tile. With tw24 also its `Fours`, under longer names."""
+
+
+_COLUMNS, _ROWS = ".tile_columns", ".tile_rows"
 
 
 def mask_gradients(masks: Masks) -> optax.GradientTransformation:
@@ -124,6 +128,8 @@ def mask_gradients(masks: Masks) -> optax.GradientTransformation:
             if (name := _layer(path)) in codes:
                 code = jnp.asarray(codes[name])
                 kernels[name] = jax.tree.map(lambda _, c=code: c, node)
+        for name in set(codes) - set(masks.kept):
+            kernels[name] = jnp.asarray(codes[name])
         return MaskState(codes=kernels)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -169,26 +175,20 @@ class Pruner:
             on_stage: Called with the step and the masks when a stage is done.
 
         Raises:
-            ValueError: there is no stage, steps or sparsities do not increase, or
-                pattern tw24 has more than one stage that prunes.
+            ValueError: there is no stage, or steps or sparsities do not increase.
         """
         if not stages:
             raise ValueError("stages is empty; give at least one, as one_shot does")
-        if config.pattern == "tw24" and len({s.sparsity for s in stages} - {0.0}) > 1:
-            raise ValueError(
-                f"stages {tuple(stages)}: pattern tw24 is pruned in one stage, as by "
-                "one_shot; a row that goes later leaves other fours"
-            )
         for before, after in itertools.pairwise(stages):
             if before.step >= after.step or before.sparsity > after.sparsity:
                 raise ValueError(
                     f"stages {before} and {after}: steps must rise, and sparsities "
                     "must not fall"
                 )
-        for stage in stages:
-            config.with_sparsity(stage.sparsity)  # raises
         self.config = config
         self.stages = tuple(stages)
+        for stage in stages:
+            self._config(stage)  # raises
         self._scores = scores
         self._update = update
         self._on_stage = on_stage
@@ -218,6 +218,12 @@ class Pruner:
                 model, magnitude_scores(model), plain.with_sparsity(whole.sparsity)
             )
             self._first = dataclasses.replace(ones, config=self.config)
+        if self.config.pattern == "tw24" and not self._first.fours:
+            none = {
+                name: Fours.none(kept.shape, self.config.tile)
+                for name, kept in self._first.kept.items()
+            }
+            self._first = dataclasses.replace(self._first, fours=none)
         return apply_masks(model, self._first)
 
     def __call__(self, step: int, state: Any, metrics: Any = None) -> Any:
@@ -256,22 +262,41 @@ class Pruner:
             name: np.asarray(jax.device_get(jax.tree.leaves(node)[0]))
             for name, node in found[0].codes.items()
         }
-        chosen = choose(state.model, self.config.dense)
-        masks = Masks(
-            config=self.config,
-            kept={name: code > 0 for name, code in codes.items()},
-            tiled={name: abs(code) == 1 for name, code in codes.items()},
-            chosen=chosen,
+        done = [s for s in self.stages if s.step <= int(state.step)]
+        config = self._config(done[-1]) if done else self.config.with_sparsity(0.0)
+        kernels = {n: c for n, c in codes.items() if not n.endswith((_COLUMNS, _ROWS))}
+        fours = {}
+        if config.pattern == "tw24" and config.sparsity:
+            fours = {
+                name: Fours(columns=codes[name + _COLUMNS], rows=codes[name + _ROWS])
+                for name in kernels
+                if name + _ROWS in codes
+            }
+        return Masks(
+            config=config,
+            kept={name: code > 0 for name, code in kernels.items()},
+            tiled={name: abs(code) == 1 for name, code in kernels.items()},
+            chosen=choose(state.model, self.config.dense),
+            fours=fours,
         )
-        done = [s.sparsity for s in self.stages if s.step <= int(state.step)]
-        config = self.config.with_sparsity(done[-1] if done else 0.0)
-        return dataclasses.replace(masks, config=config)
+
+    def _config(self, stage: Stage) -> PruneConfig:
+        """The settings of a stage.
+
+        Of tw24 the last stage alone takes two of four, in the tiles that those before
+        it have left: a row that went later would leave other fours.
+        """
+        last = self.config.with_sparsity(self.stages[-1].sparsity)
+        if self.config.pattern != "tw24" or stage.sparsity == last.sparsity:
+            return self.config.with_sparsity(stage.sparsity)
+        tiles = last.whole_rows
+        return tiles.with_sparsity(min(stage.sparsity, tiles.sparsity))
 
     def _updated(self, model: Any, masks: Masks) -> Any:
         return model if self._update is None else self._update(model, masks)
 
     def _masks(self, model: Any, stage: Stage, previous: Masks | None) -> Masks:
-        config = self.config.with_sparsity(stage.sparsity)
+        config = self._config(stage)
         if previous is not None and previous.sparsity == 0:
             previous = None  # nothing is pruned yet, and there are no tiles
         masks = make_model_masks(model, self._scores(model), config, previous=previous)
@@ -303,7 +328,11 @@ def _prune_state(state: Any, codes: Mapping[str, Any]) -> Any:
             return node
         return MaskState(
             codes={
-                name: jax.tree.map(lambda _, n=name: codes[n], variable)
+                name: jax.tree.map(
+                    # Masks of tiles alone have no fours.
+                    lambda x, n=name: codes[n] if n in codes else jnp.full_like(x, -1),
+                    variable,
+                )
                 for name, variable in node.codes.items()
             }
         )
@@ -374,4 +403,6 @@ def _codes(masks: Masks) -> dict[str, np.ndarray]:
     for name, kept in masks.kept.items():
         tiled = masks.tiled[name].astype(np.int8)
         found[name] = np.where(kept, 2 - tiled, -tiled)
+    for name, fours in masks.fours.items():
+        found[name + _COLUMNS], found[name + _ROWS] = fours.columns, fours.rows
     return found

@@ -26,9 +26,8 @@ The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
    weights fill up what is missing.
 
 With tw24 steps 1 and 2 keep twice as much. Of each column of a tile the best two of
-every four kept rows then stay, and up to two of a last four of fewer rows. Fours are
-counted in the order in which the rows come when the model runs: hidden features in that
-of the columns of the layer before.
+every four kept rows then stay, and up to two of a last four of fewer rows. Which rows
+are a four is searched for each tile (`best_fours`).
 
 A-priori tuning: the paper uses element-wise pruning to find important units. The
 authors' code does not contain that step, so this is our definition: element-wise
@@ -43,6 +42,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -50,6 +50,7 @@ from jaxtyping import Bool, Float, Int
 from jaxscale.pruning.clustering import tiles_of
 from jaxscale.pruning.columns import bias, clustered, coming_rows, keep_columns
 from jaxscale.pruning.config import PruneConfig, pruned_units
+from jaxscale.pruning.fours import Fours, best_fours, two_of_four
 from jaxscale.pruning.matrix import Mask, Matrix
 from jaxscale.pruning.ranking import (
     best,
@@ -72,7 +73,7 @@ def make_masks(matrices: Sequence[Matrix], config: PruneConfig) -> list[Mask]:
 
     Raises:
         ValueError: tiles, blocks or vectors do not divide a matrix, scores are not
-            finite, or the previous masks leave too little, or are of pattern tw24.
+            finite, or the previous masks leave too little, or have fours already.
 
     Example:
         >>> scores = np.array([[9.0, 1.0], [1.0, 3.0], [2.0, 8.0], [7.0, 1.0]])
@@ -343,47 +344,81 @@ def _two_four_in_tiles(
     matrices: Sequence[Matrix], whole: Sequence[np.ndarray], config: PruneConfig
 ) -> list[Mask]:
     """Masks that keep two of every four rows of each column of the tiles of `whole`."""
-    found = []
-    for matrix, mask in zip(matrices, whole, strict=True):
-        scores = matrix.scores
-        if matrix.previous is not None:
+    for matrix in matrices:
+        before, tiled = matrix.previous, matrix.previous_tiled
+        if before is not None and tiled is not None and (before != tiled).any():
             raise ValueError(
-                "previous masks of pattern tw24: it is pruned in one stage, since a "
-                "row that goes later leaves other fours; leave previous out"
+                "previous masks of pattern tw24: a row that goes later leaves other "
+                "fours; leave previous out, or prune tiles (tw) before"
             )
-        height = len(mask) // matrix.row_shards
-        feeders = [
-            other
-            for before, other in zip(matrices, whole, strict=True)
-            if matrix.fed_by and matrix.fed_by in (before.name, before.shares)
+    together: dict[str, list[np.ndarray]] = {}
+    for matrix, mask in zip(matrices, whole, strict=True):
+        together.setdefault(matrix.shares or matrix.name, []).append(mask)
+    wide = {name: np.concatenate(masks) for name, masks in together.items()}
+    first = {matrix.name: matrix.shares or matrix.name for matrix in matrices}
+    with ThreadPoolExecutor() as pool:  # numpy works outside of the lock
+        return [
+            _fours_of(
+                matrix,
+                mask,
+                wide[first[matrix.name]],
+                wide[first[matrix.fed_by]] if matrix.fed_by in first else None,
+                config,
+                pool,
+            )
+            for matrix, mask in zip(matrices, whole, strict=True)
         ]
-        order = np.arange(len(mask))
-        if feeders:
-            wide = np.concatenate(feeders)
-            comes = [
-                height * s + _ordered(part, config.tile)
-                for s, part in enumerate(np.split(wide, matrix.row_shards, 1))
-            ]
-            # Features that do not come but are kept, if too few come, follow.
-            order = np.concatenate([*comes, order])
-            order = order[np.sort(np.unique(order, return_index=True)[1])]
-        kept = np.zeros_like(mask)
+
+
+def _fours_of(
+    matrix: Matrix,
+    mask: Bool[np.ndarray, "K N"],
+    wide: Bool[np.ndarray, "W N"],
+    feeder: Bool[np.ndarray, "V K"] | None,
+    config: PruneConfig,
+    pool: Executor,
+) -> Mask:
+    """The mask of one matrix.
+
+    Args:
+        matrix: The matrix.
+        mask: The rows that its tiles keep.
+        wide: With the masks of what shares its columns.
+        feeder: The masks of what makes its input features, if columns go.
+        config: Pattern and tile.
+        pool: What tiles are computed by.
+    """
+    height, width = len(mask) // matrix.row_shards, mask.shape[1]
+    part = width // matrix.column_shards
+    columns = [
+        part * shard + _ordered(mine, config.tile)
+        for shard, mine in enumerate(np.split(wide, matrix.column_shards, 1))
+    ]
+    tiles = np.concatenate(columns).reshape(-1, config.tile)
+    # Features that do not come but are kept, if too few come, are left out later.
+    comes = np.ones(len(mask), np.bool_) if feeder is None else feeder.any(0)
+    fours = Fours.none(mask.shape, config.tile)
+    kept = np.zeros_like(mask)
+
+    def halve(t: int) -> None:
+        tile = tiles[t]
+        found = []
         for shard in range(matrix.row_shards):
-            mine = order[order // height == shard]
-            for tile in _ordered(mask, config.tile).reshape(-1, config.tile):
-                rows = mine[mask[mine, tile[0]]]
-                extra = -len(rows) % 4
-                fours = np.pad(
-                    scores[np.ix_(rows, tile)],
-                    ((0, extra), (0, 0)),
-                    constant_values=-np.inf,
-                ).reshape(-1, 4, config.tile)
-                rank = np.argsort(np.argsort(-fours, axis=1, kind="stable"), axis=1)
-                best_two = (rank < 2) & np.isfinite(fours)
-                best_two = best_two.reshape(-1, config.tile)[: len(rows)]
-                kept[np.ix_(rows, tile)] = best_two
-        found.append(Mask(kept=kept, tiled=mask))
-    return found
+            mine = np.flatnonzero(mask[:, tile[0]])
+            mine = mine[mine // height == shard]
+            if config.k_granularity == 1:  # else rows stay in their groups
+                parts = mine[comes[mine]], mine[~comes[mine]]
+                mine = np.concatenate(
+                    [p[best_fours(matrix.scores[np.ix_(p, tile)])] for p in parts]
+                )
+            kept[np.ix_(mine, tile)] = two_of_four(matrix.scores[np.ix_(mine, tile)])
+            found.append(mine)
+        rows = np.concatenate(found)
+        fours.columns[t] = tile
+        fours.rows[t, : len(rows)] = rows
+
+    list(pool.map(halve, range(len(tiles))))
+    return Mask(kept=kept, tiled=mask, fours=fours)
 
 
 def _ordered(tiled: Bool[np.ndarray, "K N"], tile: int) -> Int[np.ndarray, " C"]:

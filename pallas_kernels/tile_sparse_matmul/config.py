@@ -339,6 +339,8 @@ def _configs(problem: Problem, device: DeviceSpec) -> list[TileSparseConfig]:
         stages = min(space // int(128 * columns), 8)
         lag = min(stages - 2, {256: 2, 128: 4, 64: 6}[tokens])
         ahead = 1 if tokens > 64 else 8
+        if problem.two_of_four:  # a step is over before memory answers
+            ahead = max(ahead, 4)
         for cluster in (1, 2):
             if cluster * tokens >= 2 * problem.m and cluster > 1:
                 continue
@@ -370,4 +372,5 @@ def candidates(problem: Problem, device: DeviceSpec) -> tuple[TileSparseConfig, 
         found += [dataclasses.replace(best, group=group) for group in (2, 8)]
     if best.lag > 1:
         found.append(dataclasses.replace(best, lag=best.lag - 1))
+    found += [dataclasses.replace(best, ahead=n) for n in (1, 4, 8)]
     return tuple(dict.fromkeys(found))

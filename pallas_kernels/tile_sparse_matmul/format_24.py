@@ -66,7 +66,7 @@ class TileSparse24:
     metadata: Int[Array, "*layers T B S 128"]
     """Which two, int32; see the file."""
     pattern: TileSparse
-    """The kept rows of each tile. Its `values` are None."""
+    """The kept rows of each tile, in any order. Its `values` are None."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.values, "shape") or not hasattr(self.metadata, "shape"):
@@ -89,21 +89,28 @@ class TileSparse24:
             )
 
     @classmethod
-    def compress(cls, w: TileSparse) -> "TileSparse24":
+    def compress(
+        cls, w: TileSparse, rows: Int[np.ndarray, "*layers T R"] | None = None
+    ) -> "TileSparse24":
         """Compresses a weight, stacked ones too; runs on the host.
 
         Args:
             w: weight of tiles whose columns are a multiple of 64. Each column has at
                 most two nonzeros among the kept rows 4 i to 4 i + 3 of its tile.
+            rows: the kept rows of each tile in the order in which they are counted, -1
+                past them; None is rising. A kernel gathers them in any order.
 
         Raises:
-            ValueError: the tile is no multiple of 64, or a column has more.
+            ValueError: the tile is no multiple of 64, `rows` are others than those of
+                the weight, or a column has more nonzeros.
         """
         if w.tile % BLOCK:
             raise ValueError(
                 f"tile {w.tile}, expected a multiple of {BLOCK} columns, for which"
                 " there are metadata; prune with such tiles"
             )
+        if rows is not None:
+            w = _reordered(w, rows)
         values = np.asarray(w.values)
         *lead, room, columns = values.shape
         fours = np.swapaxes(values, -1, -2).reshape(-1, columns, room // 4, 4)
@@ -235,6 +242,57 @@ class TileSparse24:
     def packed(self) -> "TileSparse24":
         """The weight without `columns`, as `TileSparse.packed`."""
         return dataclasses.replace(self, pattern=self.pattern.packed())
+
+
+def metadata_shape(tiles: int, tile: int, room: int) -> tuple[int, int, int, int]:
+    """The shape of the metadata of tiles: [T, B, S, 128]."""
+    return tiles, tile // BLOCK, room // STEP, 128
+
+
+def random_24(w: TileSparse, key: jax.Array) -> TileSparse24:
+    """Random values and positions in the kept rows of a weight, whole fours of them."""
+    pairs = jnp.array([4, 8, 12, 9, 13, 14], jnp.int32)  # first | second << 2
+    values_key, bits_key = jax.random.split(key)
+    shape = *metadata_shape(w.tiles, w.tile, w.room), 8
+    bits = jax.random.choice(bits_key, pairs, shape)
+    bits = bits << jnp.arange(0, 32, 4, dtype=jnp.int32)
+    half = w.tiles, w.tile, w.room // 2
+    kept = jnp.arange(w.room // 2) // 2 < (w.counts // 4)[:, None]  # [T, P/2]
+    values = jax.random.normal(values_key, half, w.dtype)
+    return TileSparse24(
+        values=jnp.where(kept[:, None], values, 0),
+        metadata=bits.sum(-1, dtype=jnp.int32),
+        pattern=replace_values(w, None),
+    )
+
+
+def _reordered(w: TileSparse, rows: Int[np.ndarray, "*layers T R"]) -> TileSparse:
+    """A weight whose tiles have their rows in another order."""
+    before, counts = np.asarray(w.rows), np.asarray(w.counts)
+    kept = np.arange(w.room) < counts[..., None]
+    order = np.full(before.shape, -1, np.int64)
+    width = min(w.room, rows.shape[-1])
+    order[..., :width] = rows[..., :width]
+    if (rows[..., width:] >= 0).any() or ((order >= 0) != kept).any():
+        raise ValueError("rows are not as many as the tiles of the weight keep")
+    # Past the counts the places stay: they come last in both.
+    end = w.shape[0] + np.arange(w.room)
+    was, now = np.where(kept, before, end), np.where(kept, order, end)
+    if w.granularity > 1 and (was != now).any():
+        raise ValueError(
+            f"rows in another order with granularity {w.granularity}: groups of rows"
+            " stay together; leave rows out, or pack with granularity=1"
+        )
+    place = np.argsort(np.argsort(now, -1), -1)  # rank of each row, as `was` rises
+    sorted_now = np.sort(now, -1)
+    if (sorted_now != was).any():
+        raise ValueError("rows are not those that the tiles of the weight keep")
+    values = np.take_along_axis(np.asarray(w.values), place[..., None], axis=-2)
+    found = np.take_along_axis(before, place, axis=-1)
+    last = np.take_along_axis(found, np.maximum(counts - 1, 0)[..., None], axis=-1)
+    (_, _, *others), static = w.tree_flatten_with_keys()
+    leaves = jnp.asarray(values), jnp.asarray(np.where(kept, found, last))
+    return TileSparse.tree_unflatten(static, (*leaves, *(leaf for _, leaf in others)))
 
 
 def replace_values(w: TileSparse, values: Any) -> TileSparse:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.tile_sparse_matmul.format import STEP, TileSparse
+from pallas_kernels.tile_sparse_matmul.format_24 import TileSparse24, metadata_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,12 +37,17 @@ class TileSparseSpec:
     """Tiles keep unequal numbers of rows, which kernels read."""
     feature_major: tuple[bool, bool] = (True, True)
     """Layout of the input and the output: features or tokens are the leading axis."""
+    two_of_four: bool = False
+    """Each column keeps two of four of the rows of its tile: half of the sparsity."""
 
-    def weight_shape(self, dtype: DTypeLike = jnp.bfloat16) -> TileSparse:
+    def weight_shape(
+        self, dtype: DTypeLike = jnp.bfloat16
+    ) -> TileSparse | TileSparse24:
         """The weight with shapes in place of arrays."""
         tiles = -(-self.n // self.tile)
+        values = jax.ShapeDtypeStruct((tiles, self.room, self.tile), dtype)
         leaves: Any = (
-            jax.ShapeDtypeStruct((tiles, self.room, self.tile), dtype),
+            None if self.two_of_four else values,
             jax.ShapeDtypeStruct((tiles, self.room), jnp.int32),
             jax.ShapeDtypeStruct((tiles,), jnp.int32),
             None,
@@ -49,7 +55,16 @@ class TileSparseSpec:
             jax.ShapeDtypeStruct((tiles,), jnp.int32) if self.uneven else None,
         )
         static = ((self.k, self.n), self.granularity, not self.uneven, None)
-        return TileSparse.tree_unflatten(static, leaves)
+        kept = TileSparse.tree_unflatten(static, leaves)
+        if not self.two_of_four:
+            return kept
+        shapes: Any = (
+            jax.ShapeDtypeStruct((tiles, self.tile, self.room // 2), dtype),
+            jax.ShapeDtypeStruct(
+                metadata_shape(tiles, self.tile, self.room), jnp.int32
+            ),
+        )
+        return TileSparse24(values=shapes[0], metadata=shapes[1], pattern=kept)
 
 
 SHAPES = {
@@ -74,6 +89,7 @@ def _spec(layer: str, m: int, sparsity: float, **kwargs: Any) -> TileSparseSpec:
         " ": "",
         "granularity": "rows",
         "unevenTrue": "uneven",
+        "two_of_fourTrue": "24",
     }
     for word, short in shorter.items():
         name = name.replace(word, short)
@@ -92,5 +108,6 @@ SPECS: tuple[TileSparseSpec, ...] = (
     *(_spec("square_4096", m, 0.75) for m in (8, 64, 512, 2048, 8192)),
     _spec("square_4096", 4096, 0.75, uneven=True),
     _spec("llama3_8b_down", 4096, 0.75, uneven=True),
+    _spec("llama3_8b_up", 4096, 0.5, two_of_four=True),
 )
 """Every problem that is lowered in the tests and tuned."""

@@ -16,6 +16,7 @@ from pallas_kernels.tile_sparse_matmul.config import (
     candidates as candidates,
 )
 from pallas_kernels.tile_sparse_matmul.format import TileSparse
+from pallas_kernels.tile_sparse_matmul.format_24 import TileSparse24, random_24
 from pallas_kernels.tile_sparse_matmul.specs import SPECS
 
 
@@ -31,7 +32,7 @@ def problems() -> Mapping[str, Problem]:
     return {problem.key: problem for problem in found}
 
 
-def random_weight(problem: Problem, key: jax.Array) -> TileSparse:
+def random_weight(problem: Problem, key: jax.Array) -> TileSparse | TileSparse24:
     """A weight with full tiles of random rows, made on the device."""
     values_key, rows_key = jax.random.split(key)
     groups = problem.k // problem.granularity
@@ -41,16 +42,17 @@ def random_weight(problem: Problem, key: jax.Array) -> TileSparse:
     within = jnp.arange(problem.granularity)
     rows = chosen[:, :, None] * problem.granularity + within  # [T, kept, granularity]
     shape = (problem.tiles, problem.room, problem.tile)
-    return TileSparse(
+    w = TileSparse(
         jax.random.normal(values_key, shape, problem.dtype),
         rows.reshape(problem.tiles, problem.room).astype(jnp.int32),  # [T, P]
         jnp.full((problem.tiles,), problem.room, jnp.int32),
         shape=(problem.k, problem.n),
         granularity=problem.granularity,
     )
+    return random_24(w, values_key) if problem.two_of_four else w
 
 
-def arguments(problem: Problem) -> tuple[jax.Array, TileSparse]:
+def arguments(problem: Problem) -> tuple[jax.Array, TileSparse | TileSparse24]:
     """Random activations and weight."""
     x_key, w_key = jax.random.split(jax.random.key(0))
     shape = (problem.k, problem.m) if problem.x_major else (problem.m, problem.k)
@@ -75,4 +77,9 @@ def kernel(
 def baseline(problem: Problem) -> Callable[..., jax.Array]:
     """The unpacked weight multiplied by XLA."""
     layout = problem.x_major, problem.y_major
-    return functools.partial(xla.tile_sparse_matmul, feature_major=layout)
+
+    def unpacked(x: jax.Array, w: TileSparse | TileSparse24) -> jax.Array:
+        w = w.decompress() if isinstance(w, TileSparse24) else w
+        return xla.tile_sparse_matmul(x, w, feature_major=layout)
+
+    return unpacked

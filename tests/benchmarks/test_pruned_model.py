@@ -116,7 +116,14 @@ def test_a_model_is_trained_written_and_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(pruning_accuracy.SETUPS, "tiny", tiny)
     monkeypatch.setattr(pruned_model, "FILE", tmp_path / "pruned_model.json")
     monkeypatch.setattr(pruned_model, "SPARSITIES", (0.5,))
-    found = pruned_model.trained("tiny")
+    monkeypatch.setattr(pruned_model, "SPARSITIES_24", ())
+    without = pruned_model.trained("tiny")
+    monkeypatch.setattr(pruned_model, "SPARSITIES_24", (0.75,))
+    found = pruned_model.trained("tiny", without)  # what it lacks alone
+    assert {**found["masks"], "tw24 0.75": None} == {
+        **without["masks"],
+        "tw24 0.75": None,
+    }
     pruned_model.write(found)
     assert json.loads(pruned_model.FILE.read_text()) == found
     model = pruned_model.load.__wrapped__("tiny")

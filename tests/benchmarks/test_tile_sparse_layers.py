@@ -101,6 +101,25 @@ def test_layers_have_the_structure_that_sparsify_gives(pruned_small, monkeypatch
     assert ("tw", 0, "up") not in dense
 
 
+def test_a_layer_of_tiles_times_two_of_four_computes_what_it_says():
+    part = pruned_model.Part(
+        shape=(128, 128),
+        inputs=128,
+        packed=True,
+        counts=(64, 20),
+        weights=84 * 32,
+        tile=64,
+        two_of_four=True,
+    )
+    dense = Linear(128, 128, kernel_axes=(None, None), rngs=nnx.Rngs(0))
+    layer = part.linear(dense, 1)
+    assert layer.metadata is not None
+    x = pruned_model.normal(2, 1, 8, 128).astype(jnp.float32)
+    kernel = benchmark._dense_weight(layer)
+    np.testing.assert_allclose(layer(x), x @ kernel, atol=1e-4)
+    assert np.count_nonzero(kernel) == part.weights
+
+
 def test_every_parameter_has_a_gradient():
     params = params_of("swiglu", "fwd_bwd", "tew")
     form = benchmark.FORMS["auto"](params)

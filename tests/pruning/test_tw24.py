@@ -1,5 +1,9 @@
 """Pattern tw24: 2:4 inside the kept rows of tiles, and its sparse layers."""
 
+import dataclasses
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -9,12 +13,14 @@ from flax import nnx
 from jaxscale import pruning
 from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.pruning import PruneConfig
+from jaxscale.pruning.fours import best_fours, two_of_four
+from jaxscale.sharding import make_mesh, preset
 from jaxscale.training import TrainState
 from pallas_kernels.tile_sparse_matmul import TileSparse24
 from tests.tolerances import relative_error
 
 
-def small_model():
+def small_model(**options):
     config = DecoderConfig(
         vocab_size=64,
         d_model=128,
@@ -25,7 +31,7 @@ def small_model():
         d_ff=256,
         max_seq_len=16,
     )
-    return Decoder(config, rngs=nnx.Rngs(0))
+    return Decoder(config, rngs=nnx.Rngs(0), **options)
 
 
 def masks_of(model, **settings):
@@ -54,31 +60,93 @@ def test_compressed_layers_compute_what_the_masks_keep(separate):
         assert relative_error(pruned(tokens), want) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"shards": 2}, {"k_granularity": 8}, {"permute": False, "equal_work": True}],
+)
+def test_fours_fit_shards_groups_and_tiles_in_order(settings):
+    rules = preset("fsdp_tp")
+    with jax.set_mesh(make_mesh({"fsdp": 1, "tensor": 1}, jax.devices()[:1])):
+        model = small_model(rules=rules)
+        masks, _ = masks_of(model, sparsity=0.75, **settings)
+        compressed = pruning.sparsify(model, masks, compress=True)
+        split = compressed.blocks.mlp.down.split
+        assert split == ("rows" if "shards" in settings else None)
+        tokens = jnp.arange(12).reshape(1, 12) % 64
+        want = pruning.apply_masks(model, masks)(tokens)
+        assert relative_error(compressed(tokens), want) < 1e-5
+
+
 def test_the_best_two_of_four_kept_rows_stay():
     model = small_model()
     masks, scores = masks_of(model, sparsity=0.6)
     name = "blocks.attention.query"
     kept, tiled = masks.kept[name][0], masks.tiled[name][0]
-    for column in range(128):
-        rows = np.flatnonzero(tiled[:, column])
+    fours = masks.fours[name].layer(0)
+    for columns, rows in zip(fours.columns, fours.rows, strict=True):
+        rows = rows[rows >= 0]
+        assert set(rows) == set(np.flatnonzero(tiled[:, columns[0]]))
         for first in range(0, len(rows), 4):
             four = rows[first : first + 4]
-            best = four[np.argsort(-scores[name][0][four, column])[:2]]
-            assert set(four[kept[four, column]]) == set(best)
+            own = scores[name][0][np.ix_(four, columns)]
+            best = np.argsort(np.argsort(-own, 0, kind="stable"), 0) < 2
+            np.testing.assert_array_equal(kept[np.ix_(four, columns)], best)
     assert not (kept & ~tiled).any()
 
 
-def test_it_is_pruned_in_one_stage():
-    """Fours that are counted anew would keep fewer than two."""
+def test_rows_that_all_columns_need_do_not_meet():
+    """Of four alike in a row 2:4 would lose half; exchanged, a third more stays."""
+    rng = np.random.default_rng(0)
+    scores = np.exp(2 * rng.standard_normal((256, 1)) + rng.standard_normal((256, 64)))
+    order = best_fours(scores)
+    assert sorted(order) == list(range(256))
+    lost = [
+        scores[each][~two_of_four(scores[each])].sum()
+        for each in (np.arange(256), order)
+    ]
+    assert lost[1] < 0.5 * lost[0]
+    np.testing.assert_array_equal(best_fours(scores), order)
+    for few in range(8):
+        assert sorted(best_fours(scores[:few])) == list(range(few))
+
+
+def test_tiles_are_pruned_in_stages_and_halved_in_the_last():
     model = small_model()
-    before, scores = masks_of(model, sparsity=0.5)
-    config = before.config.with_sparsity(0.75)
+    config = PruneConfig(pattern="tw24", tile=64, sparsity=0.75)
+    sparsities = 0.0, 0.3, 0.6, 0.75
+    stages = [pruning.Stage(step=i, sparsity=s) for i, s in enumerate(sparsities)]
+    pruner = pruning.Pruner(config, stages)
+    start = pruner.start(model)
+    optimizer = optax.chain(pruner.transform, optax.sgd(1.0))
+    state = TrainState.create(start, optimizer)
+    found = []
+    for step in range(1, 4):
+        state = dataclasses.replace(state, step=jnp.asarray(step))
+        state = pruner(step, state)
+        found.append(pruner.masks_of(state))
+    assert [m.config.pattern for m in found] == ["tw", "tw", "tw24"]
+    # Tiles that keep half, as the last stage wants them, of which two of four stay.
+    rounded = [round(masks.sparsity, 2) for masks in found]
+    assert rounded == [0.3, 0.5, 0.75]
+    for before, after in itertools.pairwise(found):
+        for name in before:
+            assert not (after[name] & ~before[name]).any()
+    sparse = pruning.sparsify(state.model, found[-1], compress=True)
+    tokens = jnp.arange(12).reshape(1, 12) % 64
+    assert relative_error(sparse(tokens), state.model(tokens)) < 1e-5
     with pytest.raises(ValueError, match="leave previous out"):
-        pruning.make_model_masks(model, scores, config, previous=before)
-    stages = [pruning.Stage(step=i, sparsity=s) for i, s in enumerate((0, 0.5, 0.75))]
-    with pytest.raises(ValueError, match="tw24 is pruned in one stage"):
-        pruning.Pruner(config, stages)
-    pruning.Pruner(before.config, stages[:2])
+        scores = pruning.magnitude_scores(model)
+        pruning.make_model_masks(model, scores, config, previous=found[-1])
+
+
+def test_fours_are_saved(tmp_path):
+    model = small_model()
+    masks, _ = masks_of(model, sparsity=0.75)
+    masks.save(tmp_path / "masks.safetensors")
+    again = pruning.Masks.load(tmp_path / "masks.safetensors")
+    tokens = jnp.arange(12).reshape(1, 12) % 64
+    ys = [pruning.sparsify(model, m, compress=True)(tokens) for m in (masks, again)]
+    np.testing.assert_array_equal(*ys)
 
 
 def test_training_keeps_the_masks():
@@ -93,6 +161,9 @@ def test_training_keeps_the_masks():
     for name in masks:
         np.testing.assert_array_equal(found.kept[name], masks.kept[name])
         np.testing.assert_array_equal(found.tiled[name], masks.tiled[name])
+        fours = masks.fours[name]
+        np.testing.assert_array_equal(found.fours[name].columns, fours.columns)
+        np.testing.assert_array_equal(found.fours[name].rows, fours.rows)
     pruned = np.asarray(state.model.blocks.mlp.up.kernel[...]) == 0
     np.testing.assert_array_equal(pruned, ~masks["blocks.mlp.up"])
 

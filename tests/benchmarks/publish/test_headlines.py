@@ -1,6 +1,7 @@
 """The table of the README adds up what was measured, and shows the fastest baseline."""
 
 import copy
+import dataclasses
 
 import pytest
 
@@ -68,3 +69,28 @@ def test_metrics_stand_beside_the_times(results, monkeypatch):
     monkeypatch.setattr(headlines, "HEADLINES", (shown,))
     text = headlines.markdown(results, "")
     assert "| 100 us, -0.25 | 110 us (dense, cuBLAS), -0.25 | 1.10 |" in text
+
+
+def test_the_fastest_point_that_loses_little_is_chosen(results, monkeypatch):
+    def rows(mask, sparsity, time, bits):
+        params = {"M": 8, "mask": mask, "sparsity": sparsity}
+        for name, own in (("auto", (time, bits)), ("dense", (100.0, 1.0))):
+            metrics = {"bits": own[1]}
+            yield row("a", name, own[0], 1.0) | {"params": params, "metrics": metrics}
+
+    points = ("tw", 0.5, 60.0, 1.02), ("tw24", 0.75, 45.0, 1.04), ("tw", 0.75, 30.0, 2)
+    record = copy.deepcopy(RECORD)
+    record["rows"] = [one for point in points for one in rows(*point)]
+    records.dump(record, results / "matmul.json")
+    shown = dataclasses.replace(
+        headline(cases=("a",), ours="auto", baselines="dense", metric="bits"),
+        what="{kept} by {mask}",
+        most_lost=0.05,
+    )
+    monkeypatch.setattr(headlines, "HEADLINES", (shown,))
+    text = headlines.markdown(results, "")
+    assert "| 25% by tw24 | 1 x H200 | 45 us, 1.04 | 100 us" in text
+    monkeypatch.setattr(
+        headlines, "HEADLINES", (dataclasses.replace(shown, most_lost=0.01),)
+    )
+    assert "less by any mask | - | not yet measured" in headlines.markdown(results, "")

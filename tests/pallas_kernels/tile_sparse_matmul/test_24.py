@@ -157,6 +157,39 @@ def test_interpreted_kernel_equals_the_reference(
     assert relative_error(y, ACTIVATIONS["gelu"](want)) < RELATIVE[BF16]
 
 
+def test_rows_come_in_any_order():
+    rng = np.random.default_rng(0)
+    whole = random_mask(rng, 256, 256, 128, [130, 71])
+    kept, rows = np.zeros_like(whole), np.full((2, 192), -1)
+    for t in range(2):
+        found = rng.permutation(np.flatnonzero(whole[:, 128 * t]))
+        rows[t, : len(found)] = found
+        tile = np.ix_(found, np.arange(128 * t, 128 * t + 128))
+        ranks = rng.random((-(-len(found) // 4), 4, 128)).argsort(1).argsort(1)
+        kept[tile] = (ranks < 2).reshape(-1, 128)[: len(found)]
+    dense = np.asarray(jnp.asarray(rng.normal(size=(256, 256)) * kept, BF16))
+    plain = TileSparse.from_dense(dense, whole, tile=128)
+    w = TileSparse24.compress(plain, rows)
+    np.testing.assert_array_equal(np.asarray(w.to_dense()), dense)
+    x = normal(1, (256, 64))
+    with interpret_mosaic_gpu():
+        y = mosaic_gpu.tile_sparse_matmul(
+            x, w, feature_major=(True, True), config=SMALL, device=H200
+        )
+    for found in (y, tile_sparse_matmul(x, w, feature_major=True)):
+        want = dense.astype(np.float32).T @ np.asarray(x, np.float32)
+        assert relative_error(found, want) < RELATIVE[BF16]
+    with pytest.raises(ValueError, match="nonzeros in its kept rows"):
+        TileSparse24.compress(plain)
+    with pytest.raises(ValueError, match="not as many as the tiles"):
+        TileSparse24.compress(plain, np.maximum(rows, 0))
+    with pytest.raises(ValueError, match="not those that the tiles"):
+        TileSparse24.compress(plain, rows // 2)
+    groups = TileSparse.from_dense(dense, np.ones_like(whole), tile=128, granularity=8)
+    with pytest.raises(ValueError, match="in another order with granularity 8"):
+        TileSparse24.compress(groups, np.tile(np.arange(256)[::-1], (2, 1)))
+
+
 @pytest.mark.parametrize("layout", [(False, False), (True, False), (True, True)])
 def test_public_call_on_any_device(layout):
     w, dense = random_24(128, 192, 64, [60, 128], pruned=range(70, 134))
