@@ -149,10 +149,9 @@ def pool(
         if pooling == "mean" and few:
             at = jnp.arange(num_tokens)
             member = (at >= cu[:-1, None]) & (at < cu[1:, None])  # [S, T]
-            shares = hidden.astype(jnp.float32) / count[:, None]  # [S, T, D]
             # Selected, not multiplied: NaN stays in its sequence.
-            out = jnp.where(member[..., None], shares, 0).sum(axis=1)
-            return out.astype(hidden.dtype)
+            values = jnp.where(member[..., None], hidden.astype(jnp.float32), 0)
+            return (values.sum(axis=1) / count).astype(hidden.dtype)
         ids = segment_ids_from_cu_seqlens(cu, num_tokens)
         if pooling == "max":
             values = hidden.astype(jnp.float32)

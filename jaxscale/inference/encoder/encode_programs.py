@@ -27,10 +27,11 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from jaxscale.inference.encoder.pinned_buffers import PinnedBuffer, PinnedBuffers
-from jaxscale.inference.encoder.stacked_vectors import StackedVectors
+from jaxscale.inference.encoder.stacked_parameters import StackedParameters
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
 from jaxscale.models.tokenizer import EncodedText
+from jaxscale.nn.stacked import LayerOfStack
 from pallas_kernels.mosaic import keep_modules
 
 
@@ -135,7 +136,7 @@ class EncodePrograms:
     """Functions of a model and a batch, each compiled once per shape.
 
     A call takes the leaves of the model, which costs the host much less than the model,
-    flattened here once; on one device as `StackedVectors`.
+    flattened here once; on one device as `StackedParameters`.
     """
 
     def __init__(
@@ -163,11 +164,13 @@ class EncodePrograms:
             place: Sharding of a batch; None is the first device, whose programs read
                 it in pinned memory of the host.
         """
-        leaves, tree = jax.tree.flatten(model)
-        host = _pinned(leaves) if mesh is None else None
-        self._buffers = None if host is None else PinnedBuffers(host)
-        stacked = StackedVectors(leaves) if mesh is None else None
+        leaves, tree = jax.tree.flatten(
+            model, is_leaf=lambda x: isinstance(x, LayerOfStack)
+        )
+        stacked = StackedParameters(leaves) if mesh is None else None
         self._leaves = tuple(leaves) if stacked is None else stacked.arrays
+        host = _pinned(self._leaves) if mesh is None else None
+        self._buffers = None if host is None else PinnedBuffers(host)
         self._jitted = {
             name: jax.jit(
                 functools.partial(
@@ -338,7 +341,7 @@ def answer(
 def _on_leaves(
     function: Callable[..., Array],
     tree: Any,
-    stacked: StackedVectors | None,
+    stacked: StackedParameters | None,
     types: bool,
     pinned: PinnedBuffers | None,
     leaves: Any,

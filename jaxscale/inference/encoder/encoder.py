@@ -33,6 +33,7 @@ from jaxscale.inference.encoder.encode_programs import (
     answer,
     embed,
 )
+from jaxscale.inference.encoder.stacked_parameters import unstacked_in_place
 from jaxscale.inference.encoder.texts import Text, tokenized
 from jaxscale.inference.run_directory import is_run, load_run
 from jaxscale.keywords import explain_keywords
@@ -117,7 +118,7 @@ class Encoder:
             )
         # The fast program for one device has no stack of layers.
         single = mesh is None and not model.scan_layers
-        self.model = model.unstacked() if single else model
+        self.model = unstacked_in_place(model) if single else model
         self.tokenizer = tokenizer
         self.pooling: Pooling = pooling
         self.normalize = normalize

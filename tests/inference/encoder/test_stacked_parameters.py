@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.inference.encoder.stacked_vectors import StackedVectors
+from jaxscale.inference.encoder.stacked_parameters import StackedParameters
 
 
 def random(*shape, dtype, seed):
@@ -20,7 +20,7 @@ def test_parameters_come_back_as_they_were(dtype):
     leaves[3:3] = [random(6, 6, dtype=dtype, seed=20), jnp.ones(6)]  # fp32
     leaves += [random(7, dtype=dtype, seed=i) for i in range(30, 38)]
     leaves += [random(8, dtype=dtype, seed=i) for i in range(40, 42)]
-    stacked = StackedVectors(leaves)
+    stacked = StackedParameters(leaves)
     shapes = [array.shape for array in stacked.arrays]
     assert shapes == [(9, 6), (8, 7), (6, 6), (6,), (8,), (8,)]
     back = jax.jit(stacked.leaves)(stacked.arrays)
@@ -34,5 +34,5 @@ def test_parameters_come_back_as_they_were(dtype):
 
 def test_shapes_are_stacked_as_arrays_are():
     leaves = [jax.ShapeDtypeStruct((4,), jnp.bfloat16)] * 8
-    (stack,) = StackedVectors(leaves).arrays
+    (stack,) = StackedParameters(leaves).arrays
     assert (stack.shape, stack.dtype) == ((8, 4), jnp.float32)
