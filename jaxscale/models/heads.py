@@ -149,9 +149,11 @@ def pool(
         if pooling == "mean" and few:
             at = jnp.arange(num_tokens)
             member = (at >= cu[:-1, None]) & (at < cu[1:, None])  # [S, T]
+            # A quotient of each would take the kernel longer than all else.
+            shares = hidden.astype(jnp.float32) * (1 / count)[:, None]  # [S, T, D]
             # Selected, not multiplied: NaN stays in its sequence.
-            values = jnp.where(member[..., None], hidden.astype(jnp.float32), 0)
-            return (values.sum(axis=1) / count).astype(hidden.dtype)
+            out = jnp.where(member[..., None], shares, 0).sum(axis=1)
+            return out.astype(hidden.dtype)
         ids = segment_ids_from_cu_seqlens(cu, num_tokens)
         if pooling == "max":
             values = hidden.astype(jnp.float32)

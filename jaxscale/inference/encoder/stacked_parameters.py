@@ -116,7 +116,9 @@ class StackedParameters:
         """The stacks of vectors, those of layers, then the other parameters."""
         first = len(self._vectors)
         index = {key: first + i for i, key in enumerate(stacks)}
-        self._parts = {place: (index[key], layer) for place, (key, layer) in parts.items()}
+        self._parts = {
+            place: (index[key], layer) for place, (key, layer) in parts.items()
+        }
 
     def leaves(self, arrays: Sequence[Array]) -> list[Any]:
         """The parameters in their order, of arrays like `arrays`."""

@@ -52,7 +52,7 @@ def test_each_layer_of_stacks_is_what_it_is_alone(m):
     in_place = jax.jit(functools.partial(run, activation="gelu"))
     for layer in range(12):
         found = in_place(x, *stacks, layer=jnp.int32(layer))
-        alone = in_place(x, *jax.tree.map(lambda a: a[layer], stacks))
+        alone = in_place(x, *jax.tree.map(lambda a, i=layer: a[i], stacks))
         for y, want in zip(found, alone, strict=True):
             assert num_different(y, want) == 0
 
