@@ -149,8 +149,7 @@ def pool(
         if pooling == "mean" and few:
             at = jnp.arange(num_tokens)
             member = (at >= cu[:-1, None]) & (at < cu[1:, None])  # [S, T]
-            # A quotient of each would take the kernel longer than all else.
-            shares = hidden.astype(jnp.float32) * (1 / count)[:, None]  # [S, T, D]
+            shares = hidden.astype(jnp.float32) / count[:, None]  # [S, T, D]
             # Selected, not multiplied: NaN stays in its sequence.
             out = jnp.where(member[..., None], shares, 0).sum(axis=1)
             return out.astype(hidden.dtype)

@@ -4,6 +4,7 @@ Legend: L layers.
 """
 
 import dataclasses
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Shaped
 
 
+# Transformations rebuild the class around shapes, so that no field can be checked.
+@typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerOfStack:
