@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxscale.inference.encoder.stacked_parameters import StackedParameters
+from jaxscale.nn.stacked import LayerOfStack
 
 
 def random(*shape, dtype, seed):
@@ -30,6 +31,21 @@ def test_parameters_come_back_as_they_were(dtype):
         np.testing.assert_array_equal(
             found.astype(jnp.float32), want.astype(jnp.float32)
         )
+
+
+def test_stacks_of_layers_are_one_array_each():
+    stacks = [random(3, 6, 6, dtype=jnp.bfloat16, seed=i) for i in range(2)]
+    leaves = [LayerOfStack(stack, np.int32(i)) for i in range(3) for stack in stacks]
+    leaves.insert(2, jnp.ones((2, 2)))
+    stacked = StackedParameters(leaves)
+    assert [a.shape for a in stacked.arrays] == [(3, 6, 6), (3, 6, 6), (2, 2)]
+
+    found = jax.jit(stacked.leaves)(stacked.arrays)
+    assert found[2].shape == (2, 2)
+    for part, want in zip(found, leaves, strict=True):
+        assert type(part) is type(want) or part is found[2]
+        a, b = (np.asarray(x[...], np.float32) for x in (part, want))
+        np.testing.assert_array_equal(a, b)
 
 
 def test_shapes_are_stacked_as_arrays_are():
