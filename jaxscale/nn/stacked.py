@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Shaped
@@ -34,7 +35,7 @@ class LayerOfStack:
 
     stack: Shaped[Array, "L *shape"]
     """The parameter of all layers."""
-    layer: Int[Array, ""]
+    layer: Int[Array, ""] | np.int32
     """Which one this is."""
 
     @property

@@ -88,8 +88,10 @@ class Encoder:
         Args:
             model: The encoder, with a head if `predict` is to be called. With
                 ``scan_layers=False`` and without a mesh it takes longer to compile and
-                runs faster: `EncoderModel.unstacked`. Its parameters are copied now:
-                make another `Encoder` after they have changed.
+                runs faster: `EncoderModel.unstacked`. Its parameters are taken now:
+                make another `Encoder` after they have changed. Of the memory of a stack
+                of layers this shares the projections that kernels read in place, two
+                thirds of a layer of BERT; of layers that are not a stack all else.
             tokenizer: The tokenizer of the model.
             pooling: How the vector of a text is made from those of its tokens.
             normalize: True: `encode` scales each embedding to length 1.

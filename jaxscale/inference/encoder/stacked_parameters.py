@@ -28,10 +28,13 @@ def unstacked_in_place(model: EncoderModel) -> EncoderModel:
 
     These are the kernels and biases of the projections of queries, keys, values and
     hidden features. Where the layers of `model` are a stack, the arrays are its own.
-    Otherwise they are copies, one kind of parameter after the other.
+    Otherwise they are copies, one kind of parameter after the other. Attention to
+    relative positions has more readers of its projections, and keeps its own arrays.
     """
     result: Any = model.unstacked()
     if not isinstance(result.blocks, nnx.List) or len(result.blocks) < 2:
+        return result
+    if model.config.relative is not None:
         return result
     result = jax.tree.map(lambda p: p, result)  # its variables are to change
     layers = [
