@@ -125,7 +125,8 @@ def test_post_norms_are_kernels_on_the_tokens_of_each_device():
         return norm_of_sum(norm, layer, h, residual)
 
     with use_device(H200):
-        lower_for_cuda(run, *few, kernels=0)  # XLA adds up the matmul in the norm
+        with pytest.raises(AssertionError, match="found 0"):
+            lower_for_cuda(run, *few)  # XLA adds up the matmul in the norm
         lower_for_cuda(run, h, x, kernels=1)
         with jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
             lower_for_cuda(run, h, x, kernels=1)
