@@ -75,6 +75,11 @@ class EncodedText:
         """The ids as int32."""
         return np.array(self.ids, np.int32)
 
+    @functools.cached_property
+    def has_types(self) -> bool:
+        """Whether a token has another type than 0."""
+        return any(self.types)
+
 
 class Tokenizer:
     """Encodes text as token ids and decodes them, with the ids of control tokens.

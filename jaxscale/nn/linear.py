@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from jaxscale.keywords import explain_keywords
 from jaxscale.nn.embeddings import NORMAL_INIT
 from jaxscale.nn.norms import RMSNorm
+from jaxscale.nn.stacked import stacks_of
 from jaxscale.sharding.fp8 import Fp8, Norm, RoundedWeight, Weight, check_fp8
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.parameters import logical_axes, partitioned
@@ -385,6 +386,8 @@ def project_together(
     in_fp8 = first.quantization is not None
     adapted = any(layer.low_rank is not None for layer in layers)
     if first.tensor_parallel is None and has_bias and not (in_fp8 or adapted):
+        if (outs := _project_in_place(layers, x, activations)) is not None:
+            return outs
         in_axes = [("batch", None, None), *(layer.kernel_axes for layer in layers)]
         weights = [layer.weight for layer in layers]
         shards = Shards.of([x, *weights], in_axes, first.rules)
@@ -414,6 +417,30 @@ def project_together(
         activate(layer.add_bias(layer.adapt(out, x)), activation)
         for layer, out, activation in zip(layers, outs, activations, strict=True)
     )
+
+
+def _project_in_place(
+    layers: Sequence[Any], x: Array, activations: Sequence[str | None]
+) -> tuple[Array, ...] | None:
+    """`_project_dense` of layers whose parameters are in stacks; None if they are not.
+
+    Those are of a model on one device.
+    """
+    kernels, biases = (
+        stacks_of([getattr(layer, name) for layer in layers], layers[0].dtype)
+        for name in ("kernel", "bias")
+    )
+    if kernels is None or biases is None:
+        return None
+    same = activations[0] if len({*activations}) == 1 else None
+    outs = dense(
+        x,
+        [part.stack for part in kernels],
+        [part.stack for part in biases],
+        layer=jnp.asarray(kernels[0].layer),
+        activation=same,
+    )
+    return outs if same else tuple(map(activate, outs, activations))
 
 
 def _project_dense(

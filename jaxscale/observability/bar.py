@@ -140,6 +140,11 @@ class _Notebook:
         )
 
 
+def shows_bar(wanted: bool | None) -> bool:
+    """Whether `progress_bar` shows one."""
+    return sys.stderr.isatty() or in_jupyter() if wanted is None else wanted
+
+
 @contextlib.contextmanager
 def progress_bar(
     name: str, wanted: bool | None, total: int
@@ -154,9 +159,7 @@ def progress_bar(
     Returns:
         A function that takes the number of further steps done.
     """
-    if wanted is None:
-        wanted = sys.stderr.isatty() or in_jupyter()
-    if not wanted:
+    if not shows_bar(wanted):
         yield lambda count: None
         return
     try:

@@ -1,6 +1,6 @@
 """The public linear layers: matmuls, bias and activation of one input.
 
-Axis letters: B any leading axes, M rows, K contraction, N columns.
+Axis letters: L layers, B any leading axes, M rows, K contraction, N columns.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tuned_configs
 from pallas_kernels.dispatch import check_floating, dispatch
@@ -37,9 +37,10 @@ OUT_NAME = "dense_out"
 
 def dense(
     x: Float[Array, "*B M K"],
-    ws: Sequence[Float[Array, "K _N"]],
-    biases: Sequence[Float[Array, " _N"]],
+    ws: Sequence[Float[Array, "*_L K _N"]],
+    biases: Sequence[Float[Array, "*_L _N"]],
     *,
+    layer: Int[Array, ""] | None = None,
     activation: str | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "*B M _N"], ...]:
@@ -53,10 +54,14 @@ def dense(
     runs one matmul per weight, and fuses what follows. Differentiable; the gradient of
     an activation starts from its input, which is then stored as well.
 
+    With a `layer`, weights and biases are those of all layers of a model, as one array
+    each. The kernel reads its layer in place; it has no gradient then.
+
     Args:
         x: ``[*B,M,K]`` activations; leading axes are merged with M.
-        ws: weights of the same type, [K,N] each.
-        biases: [N] each.
+        ws: weights of the same type, [K,N] each, or [L,K,N].
+        biases: [N] each, or [L,N].
+        layer: int32, which of the L layers; None where there is no axis L.
         activation: "gelu" (exact), "gelu_tanh", "relu", "silu", or None.
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, K and N multiples of
             64, M of 8), "xla", a sequence of these, or None for the best.
@@ -77,16 +82,16 @@ def dense(
                [0., 3.]], dtype=float32)
     """
     device = DeviceSpec.current()
-    _check(x, ws, biases, activation)
+    _check(x, ws, biases, layer, activation)
     implementations = {
         "mosaic_gpu": functools.partial(_mosaic_gpu, device=device),
         "xla": functools.partial(_xla, wide=device is None),
     }
 
-    def run(x: Array, *layers: Array) -> tuple[Array, ...]:
-        ws, biases = layers[: len(layers) // 2], layers[len(layers) // 2 :]
+    def run(x: Array, layer: Array | None, *pairs: Array) -> tuple[Array, ...]:
+        ws, biases = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
         problem = DenseProblem(
-            m=math.prod(x.shape[:-1]), n=tuple(w.shape[1] for w in ws)
+            m=math.prod(x.shape[:-1]), n=tuple(w.shape[-1] for w in ws)
         )
         declines = functools.partial(tuned_configs.declines, "dense", problem, device)
         return dispatch(
@@ -96,20 +101,27 @@ def dense(
             x,
             ws,
             biases,
+            layer,
             activation,
             declines={"mosaic_gpu": declines},
         )
 
     *rows, columns = string.ascii_lowercase[: x.ndim]
     leading = "".join(rows)
-    dims = [leading + "K", *["K" + columns] * len(ws), *[columns] * len(ws)]
+    stack = "" if layer is None else "L"
+    pairs = [*[stack + "K" + columns] * len(ws), *[stack + columns] * len(ws)]
+    dims = [leading + "K", "", *pairs]
     out = (leading + columns,) * len(ws)
-    args = [x, *ws, *biases]
+    args = [x, layer, *ws, *biases]
     return by_shards(run, args, dims, out)(*args)
 
 
 def _check(
-    x: Array, ws: Sequence[Array], biases: Sequence[Array], activation: str | None
+    x: Array,
+    ws: Sequence[Array],
+    biases: Sequence[Array],
+    layer: Array | None,
+    activation: str | None,
 ) -> None:
     check_activation(activation)
     check_floating(x=x.dtype)
@@ -119,26 +131,39 @@ def _check(
             " at least one weight"
         )
     for w, bias in zip(ws, biases, strict=True):
-        if (*w.shape, *bias.shape) != (x.shape[-1], *2 * bias.shape):
+        stack = () if layer is None else w.shape[:1]
+        wanted = (*stack, x.shape[-1], *bias.shape[-1:])
+        if w.shape != wanted or bias.shape != (*stack, *w.shape[-1:]):
+            sizes = "[K, N] and [N]" if layer is None else "[L, K, N] and [L, N]"
             raise ValueError(
                 f"x, a weight and its bias have shapes {x.shape}, {w.shape} and"
-                f" {bias.shape}, expected [*B, M, K], [K, N] and [N]"
+                f" {bias.shape}, expected [*B, M, K], {sizes}"
             )
         if not x.dtype == w.dtype == bias.dtype:
             raise ValueError(
                 f"x, a weight and its bias have types {x.dtype}, {w.dtype} and"
                 f" {bias.dtype}, expected one type; cast them"
             )
+    if layer is not None and (layer.shape, layer.dtype) != ((), jnp.int32):
+        raise ValueError(
+            f"layer has shape {layer.shape} and type {layer.dtype}, expected one int32"
+        )
 
 
 def _xla(
     x: Array,
     ws: tuple[Array, ...],
     biases: tuple[Array, ...],
+    layer: Array | None,
     activation: str | None,
     *,
     wide: bool,
 ) -> tuple[Array, ...]:
+    if layer is not None:
+        at = functools.partial(
+            jax.lax.dynamic_index_in_dim, index=layer, keepdims=False
+        )
+        ws, biases = tuple(map(at, ws)), tuple(map(at, biases))
     # XLA would merge the matmuls, and then copy each part out of the result to add its
     # bias. It does not where the inputs look different.
     inputs = [x] if len(ws) == 1 else jax.lax.optimization_barrier([x] * len(ws))
@@ -156,6 +181,7 @@ def _mosaic_gpu(
     x: Array,
     ws: tuple[Array, ...],
     biases: tuple[Array, ...],
+    layer: Array | None,
     activation: str | None,
     *,
     device: DeviceSpec | None,
@@ -165,8 +191,12 @@ def _mosaic_gpu(
     check_local("dense", x, *ws, *biases)
     call = _Call(activation=activation, device=device)
     flat = x.reshape(rows, x.shape[-1])  # [M,K]
-    flat, ws, biases = vary_alike((flat, ws, biases))
-    ys: Any = _jitted(flat, ws, biases, call)
+    flat, ws, biases, layer = vary_alike((flat, ws, biases, layer))
+    ys: Any
+    if layer is None:
+        ys = _jitted(flat, ws, biases, call)
+    else:
+        ys = _jitted_layer(flat, ws, biases, layer, call)
     return tuple(y.reshape(*x.shape[:-1], y.shape[1]) for y in ys)  # [..,N] each
 
 
@@ -176,20 +206,31 @@ class _Call:
     device: DeviceSpec
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _dense(
-    x: Array, ws: tuple[Array, ...], biases: tuple[Array, ...], call: _Call
+def _kernel(
+    x: Array,
+    ws: tuple[Array, ...],
+    biases: tuple[Array, ...],
+    layer: Array | None,
+    call: _Call,
 ) -> tuple[Array, ...]:
-    widths = [w.shape[1] for w in ws]
+    widths = [w.shape[-1] for w in ws]
     ys = mosaic_gpu_dense.dense(
         x,
         ws,
         biases,
+        layer,
         activation=call.activation,
         config=mosaic_gpu_dense.dense_config(x.shape[0], widths, call.device),
         device=call.device,
     )
     return keep_mark(ys, x, *ws, *biases)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _dense(
+    x: Array, ws: tuple[Array, ...], biases: tuple[Array, ...], call: _Call
+) -> tuple[Array, ...]:
+    return _kernel(x, ws, biases, None, call)
 
 
 def _forward(
@@ -227,3 +268,4 @@ def _backward(call: _Call, saved: Any, dys: tuple[Array, ...]) -> tuple[Any, ...
 _dense.defvjp(_forward, _backward)
 # The layers of a model are traced and lowered once.
 _jitted = jax.jit(_dense, static_argnums=3)
+_jitted_layer = jax.jit(_kernel, static_argnums=4)

@@ -6,7 +6,10 @@ rounded, in registers, starts the matmuls of its next tile, and while the tensor
 have those it computes the activation of the kept tile, one chunk of columns every other
 stage, and stores it.
 
-Axis letters: M rows, K contraction, N columns.
+Weights of all layers of a model may be one array, in which the layer is a coordinate of
+the copies: nothing is cut out of it.
+
+Axis letters: L layers, M rows, K contraction, N columns.
 """
 
 import functools
@@ -76,6 +79,7 @@ def dense(
     x: jax.Array,
     ws: Sequence[jax.Array],
     biases: Sequence[jax.Array],
+    layer: jax.Array | None = None,
     *,
     activation: str | None,
     config: MatmulConfig,
@@ -85,9 +89,10 @@ def dense(
 
     Args:
         x: [M,K]; bfloat16 or float16, M a multiple of 8.
-        ws: weights [K,N] each, of the type of x; N multiples of `config.tile_n`, at
-            most `MOST_COLUMNS`.
-        biases: [N] each, of the type of x.
+        ws: weights [K,N] each, or [L,K,N] with a `layer`, of the type of x; N multiples
+            of `config.tile_n`, at most `MOST_COLUMNS`.
+        biases: [N] each, or [L,N], of the type of x.
+        layer: int32, which of the layers.
         activation: a name in `ACTIVATIONS`, or None.
         config: how to cut it.
         device: the Hopper GPU that the kernel is built for.
@@ -98,7 +103,8 @@ def dense(
     Raises:
         Unsupported: types, alignment or shared memory do not fit.
     """
-    problems = [Problem.of(x, w, x.dtype) for w in ws]
+    shapes = [jax.ShapeDtypeStruct(w.shape[-2:], w.dtype) for w in ws]
+    problems = [Problem.of(x, shape, x.dtype) for shape in shapes]
     for problem in problems:
         check_problem(problem)
         if problem.m % TILE_ROWS or problem.n % config.tile_n:
@@ -126,7 +132,12 @@ def dense(
 
     def body(x_ref, *refs, bias_smem, bias_full, **scratch):
         w_refs, bias_refs = refs[: len(ws)], refs[len(ws) : 2 * len(ws)]
-        out_refs = refs[2 * len(ws) :]
+        out_refs = refs[-len(ws) :]
+        if layer is not None:
+            number = refs[2 * len(ws)][0]
+            w_refs, bias_refs = (
+                [ref.at[number] for ref in stacks] for stacks in (w_refs, bias_refs)
+            )
 
         def load(m: Scalar, n: Scalar, slot: Scalar) -> Scalar:
             return columns.load_tile(x_ref, w_refs, scratch, m, n, slot)
@@ -210,5 +221,10 @@ def dense(
         },
         kernel_name="dense",
         **grid(config, counts, device, "dense"),
-    )(x, *ws, *(bias.reshape(-1, CHUNK) for bias in biases))  # [N/CHUNK,CHUNK]
+    )(
+        x,
+        *ws,
+        *(b.reshape(*b.shape[:-1], -1, CHUNK) for b in biases),  # [..,N/CHUNK,CHUNK]
+        *([] if layer is None else [layer.reshape(1)]),
+    )
     return tuple(ys)

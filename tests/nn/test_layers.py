@@ -118,12 +118,15 @@ def test_post_norms_are_kernels_on_the_tokens_of_each_device():
         "layernorm", 64, 1e-5, dtype=jnp.bfloat16, rules=rules, rngs=nnx.Rngs(0)
     )
     layer = row_parallel(rules)
-    h, x = (jax.ShapeDtypeStruct((4, 8, d), jnp.bfloat16) for d in (32, 64))
+    h, x = (jax.ShapeDtypeStruct((4, 2048, d), jnp.bfloat16) for d in (32, 64))
+    few = (jax.ShapeDtypeStruct((1, 768, d), jnp.bfloat16) for d in (32, 64))
 
     def run(h, residual):
         return norm_of_sum(norm, layer, h, residual)
 
     with use_device(H200):
+        with pytest.raises(AssertionError, match="found 0"):
+            lower_for_cuda(run, *few)  # XLA adds up the matmul in the norm
         lower_for_cuda(run, h, x, kernels=1)
         with jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
             lower_for_cuda(run, h, x, kernels=1)

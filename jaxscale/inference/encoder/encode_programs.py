@@ -5,6 +5,7 @@ Legend: B packed rows, T tokens per row, S sequences per row, D model, C labels.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -26,10 +27,11 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from jaxscale.inference.encoder.pinned_buffers import PinnedBuffer, PinnedBuffers
-from jaxscale.inference.encoder.stacked_vectors import StackedVectors
+from jaxscale.inference.encoder.stacked_parameters import StackedParameters
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.models.heads import Pooling, pool
 from jaxscale.models.tokenizer import EncodedText
+from jaxscale.nn.stacked import LayerOfStack
 from pallas_kernels.mosaic import keep_modules
 
 
@@ -47,30 +49,6 @@ class ProgramShape(NamedTuple):
     """Capacity of a row, in texts."""
 
 
-class Launched(NamedTuple):
-    """Rows that the device computes, for `Encoder.read`."""
-
-    pooled: bool
-    """Whether a text has one vector, or one for each token."""
-    rows: list[list[tuple[int, int]]]
-    """Index and length of each text of each row."""
-    result: Array
-    """[B, S, D] or [B, T, C]."""
-    done: Callable[[], None] = lambda: None
-    """Called once the result is there."""
-
-    def results(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Index and result of each text, fp32, once they are there."""
-        values = np.asarray(self.result, np.float32)
-        self.done()
-        for row, value in zip(self.rows, values, strict=False):
-            place = 0
-            for slot, (index, length) in enumerate(row):
-                end = place + length
-                yield index, value[slot] if self.pooled else value[place:end]
-                place = end
-
-
 class Batch(NamedTuple):
     """A batch of rows in a single array, so that it takes one transfer."""
 
@@ -86,11 +64,13 @@ class Batch(NamedTuple):
     """The memory of it, where programs read it; None on a mesh."""
 
     @classmethod
-    def of(cls, whole: Any, size: int, *, types: bool) -> "Batch":
+    def of(
+        cls, whole: Any, size: int, *, types: bool, pinned: PinnedBuffer | None = None
+    ) -> "Batch":
         """The parts of rows of `size` tokens, with or without token types."""
         end = 2 * size if types else size
-        parts = whole[:, :size], whole[:, size:end] if types else None, whole[:, end:]
-        return cls(whole, *parts)
+        kinds = whole[:, size:end] if types else None
+        return cls(whole, whole[:, :size], kinds, whole[:, end:], pinned)
 
     def fill(self, row: int, texts: Sequence[EncodedText], num_types: int) -> None:
         """Write texts into an empty row, on the host.
@@ -98,17 +78,14 @@ class Batch(NamedTuple):
         Raises:
             ValueError: a token has a type that is none of `num_types`.
         """
-        ends = list(itertools.accumulate(len(text.ids) for text in texts))
-        if not ends:
+        if not texts:
             return
-        bounds, end = self.bounds[row], ends[-1]
+        arrays = [text.array for text in texts]
+        bounds, ends = self.bounds[row], [*itertools.accumulate(map(len, arrays))]
         bounds[1 : len(ends) + 1] = ends
-        bounds[len(ends) + 1 :] = end
-        parts = [text.array for text in texts]
-        np.concatenate(parts, out=self.tokens[row, :end])
-        if self.types is not None and any(
-            text.types.count(0) != len(text.types) for text in texts
-        ):
+        bounds[len(ends) + 1 :] = end = ends[-1]
+        np.concatenate(arrays, out=self.tokens[row, :end])
+        if self.types is not None and any(text.has_types for text in texts):
             types = [np.array(text.types, np.int32) for text in texts]
             np.concatenate(types, out=self.types[row, :end])
             if not 0 <= self.types[row].min() <= self.types[row].max() < num_types:
@@ -118,11 +95,48 @@ class Batch(NamedTuple):
                 )
 
 
+@dataclasses.dataclass(slots=True)
+class Launched:
+    """Rows that the device computes, for `Encoder.read`."""
+
+    pooled: bool
+    """Whether a text has one vector, or one for each token."""
+    rows: Sequence[Sequence[int]]
+    """Index of each text of each row."""
+    texts: Sequence[EncodedText]
+    """What the indices are of."""
+    result: Array
+    """[B, S, D] or [B, T, C]."""
+    release: Callable[[], None] | None = None
+    """Called once the result is there."""
+
+    def results(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Index and result of each text, fp32, once they are there."""
+        for row, value in zip(self.rows, self._values(), strict=False):
+            place = 0
+            for slot, index in enumerate(row):
+                end = place + len(self.texts[index].ids)
+                yield index, value[slot] if self.pooled else value[place:end]
+                place = end
+
+    def into(self, vectors: np.ndarray) -> None:
+        """Write the vectors of pooled texts to [texts, D], once they are there."""
+        for row, value in zip(self.rows, self._values(), strict=False):
+            vectors[list(row)] = value[: len(row)]
+
+    def _values(self) -> np.ndarray:
+        values = np.asarray(self.result, np.float32)
+        if self.release is not None:  # results may be read again
+            self.release()
+            self.release = None
+        return values
+
+
 class EncodePrograms:
     """Functions of a model and a batch, each compiled once per shape.
 
     A call takes the leaves of the model, which costs the host much less than the model,
-    flattened here once; on one device as `StackedVectors`.
+    flattened here once; on one device as `StackedParameters`.
     """
 
     def __init__(
@@ -150,11 +164,13 @@ class EncodePrograms:
             place: Sharding of a batch; None is the first device, whose programs read
                 it in pinned memory of the host.
         """
-        leaves, tree = jax.tree.flatten(model)
-        host = _pinned(leaves) if mesh is None else None
-        self._buffers = None if host is None else PinnedBuffers(host)
-        stacked = StackedVectors(leaves) if mesh is None else None
+        leaves, tree = jax.tree.flatten(
+            model, is_leaf=lambda x: isinstance(x, LayerOfStack)
+        )
+        stacked = StackedParameters(leaves) if mesh is None else None
         self._leaves = tuple(leaves) if stacked is None else stacked.arrays
+        host = _pinned(self._leaves) if mesh is None else None
+        self._buffers = None if host is None else PinnedBuffers(host)
         self._jitted = {
             name: jax.jit(
                 functools.partial(
@@ -169,15 +185,15 @@ class EncodePrograms:
         self._rows, self._types = rows, types
         self._mesh, self._place = mesh, place
         self._begun: dict[ProgramShape, concurrent.futures.Future[None]] = {}
+        self._ready = set[ProgramShape]()  # of those begun, what has been waited for
         self._lock = threading.Lock()
         self._lowering = threading.Lock()  # Python, which calls need, too
 
     def __call__(self, shape: ProgramShape, batch: Batch) -> Array:
         """Run a program, once it is compiled."""
-        ready = self._begun.get(shape)
-        if ready is None:
-            (ready,) = self.begin([shape])
-        ready.result()
+        if shape not in self._ready:
+            self.begin([shape])[0].result()
+            self._ready.add(shape)
         if batch.pinned is not None:
             whole = batch.pinned.array
         elif self._place is not None:
@@ -191,8 +207,7 @@ class EncodePrograms:
         shape = self._rows, self._width(size, room)
         buffer = None if self._buffers is None else self._buffers.take(shape)
         whole = np.zeros(shape, np.int32) if buffer is None else buffer.view
-        batch = Batch.of(whole, size, types=self._types > 1)
-        return batch._replace(pinned=buffer)
+        return Batch.of(whole, size, types=self._types > 1, pinned=buffer)
 
     def done(self, batch: Batch) -> None:
         """Say that the program of a batch is done."""
@@ -326,7 +341,7 @@ def answer(
 def _on_leaves(
     function: Callable[..., Array],
     tree: Any,
-    stacked: StackedVectors | None,
+    stacked: StackedParameters | None,
     types: bool,
     pinned: PinnedBuffers | None,
     leaves: Any,

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from jaxscale.inference.encoder.encode_programs import (
     answer,
     embed,
 )
+from jaxscale.inference.encoder.stacked_parameters import unstacked_in_place
 from jaxscale.inference.encoder.texts import Text, tokenized
 from jaxscale.inference.run_directory import is_run, load_run
 from jaxscale.keywords import explain_keywords
@@ -42,11 +43,14 @@ from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.hf.load import load
 from jaxscale.models.hf.sentence_transformers import sentence_settings
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
-from jaxscale.observability.bar import progress_bar
+from jaxscale.observability.bar import progress_bar, shows_bar
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
 type Method = Literal["encode", "predict"]
+
+type _Step = tuple[Sequence[Sequence[int]], ProgramShape]
+"""Indices of the texts of each row of a batch, and what computes it."""
 
 
 class Encoder:
@@ -84,8 +88,10 @@ class Encoder:
         Args:
             model: The encoder, with a head if `predict` is to be called. With
                 ``scan_layers=False`` and without a mesh it takes longer to compile and
-                runs faster: `EncoderModel.unstacked`. Its parameters are copied now:
-                make another `Encoder` after they have changed.
+                runs faster: `EncoderModel.unstacked`. Its parameters are taken now:
+                make another `Encoder` after they have changed. Of the memory of a stack
+                of layers this shares the projections that kernels read in place, two
+                thirds of a layer of BERT; of layers that are not a stack all else.
             tokenizer: The tokenizer of the model.
             pooling: How the vector of a text is made from those of its tokens.
             normalize: True: `encode` scales each embedding to length 1.
@@ -114,7 +120,7 @@ class Encoder:
             )
         # The fast program for one device has no stack of layers.
         single = mesh is None and not model.scan_layers
-        self.model = model.unstacked() if single else model
+        self.model = unstacked_in_place(model) if single else model
         self.tokenizer = tokenizer
         self.pooling: Pooling = pooling
         self.normalize = normalize
@@ -239,8 +245,7 @@ class Encoder:
         width = self.model.config.d_model
         rows = np.empty((len(texts), width), np.float32)
         for launched in found:
-            for index, vector in launched.results():
-                rows[index] = vector
+            launched.into(rows)
         return rows
 
     def predict(
@@ -289,8 +294,7 @@ class Encoder:
             return answers
         logits = np.empty((len(texts), head.config.num_labels), np.float32)
         for launched in found:
-            for index, row in launched.results():
-                logits[index] = row
+            launched.into(logits)
         return logits
 
     def plan(
@@ -388,19 +392,15 @@ class Encoder:
             stand_in: A program of a larger size stands in for one that is not compiled
                 yet, if there is any; otherwise it is waited for.
         """
-        steps = list(self._steps(self._plan(texts, token_budget)))
-        shapes = [ProgramShape(method, *shape) for _, *shape in steps]
-        self._programs.begin(shapes)
+        steps = self._steps(method, self._plan(texts, token_budget))
+        self._programs.begin(shape for _, shape in steps)
         if stand_in:
-            shapes = [
-                self._programs.stand_in(shape, max(map(len, rows)))
-                for shape, (rows, *_) in zip(shapes, steps, strict=True)
+            steps = [
+                (rows, self._programs.stand_in(shape, max(map(len, rows))))
+                for rows, shape in steps
             ]
         with self._on_mesh():
-            return [
-                self._launch(texts, rows, shape)
-                for (rows, *_), shape in zip(steps, shapes, strict=True)
-            ]
+            return [self._launch(texts, *step) for step in steps]
 
     def read(self, launched: Launched) -> Iterator[tuple[int, np.ndarray]]:
         """Index and result of each text, fp32, once they are there."""
@@ -433,27 +433,27 @@ class Encoder:
         token_budget: int | None,
         truncate: bool,
         progress: bool | None,
-    ) -> Iterator[Launched]:
+    ) -> Iterable[Launched]:
         """All batches, each once the next is launched; errors are raised at once."""
         encoded = self.tokenize(texts, truncate=truncate, spans=False)
         plan = self._plan(encoded, token_budget)
-        return self._results(method, encoded, plan, progress)
+        steps = self._steps(method, plan)
+        if len(steps) == 1 and not shows_bar(progress):
+            with self._on_mesh():
+                return [self._launch(encoded, *steps[0])]
+        return self._results(encoded, steps, progress)
 
     def _results(
         self,
-        method: Method,
         encoded: Sequence[EncodedText],
-        plan: EncodePlan,
+        steps: Sequence[_Step],
         progress: bool | None,
     ) -> Iterator[Launched]:
         waiting: collections.deque[Launched] = collections.deque()
-        steps = list(self._steps(plan))
-        if len(steps) > 1:
-            self._programs.begin(ProgramShape(method, *shape) for _, *shape in steps)
+        self._programs.begin(shape for _, shape in steps)
         with progress_bar("encode", progress, len(encoded)) as advance, self._on_mesh():
-            for rows, *shape in steps:
-                found = self._launch(encoded, rows, ProgramShape(method, *shape))
-                waiting.append(found)
+            for rows, shape in steps:
+                waiting.append(self._launch(encoded, rows, shape))
                 if len(waiting) > 1:
                     yield waiting.popleft()
                 advance(sum(map(len, rows)))
@@ -462,29 +462,26 @@ class Encoder:
     def _launch(
         self,
         encoded: Sequence[EncodedText],
-        rows: list[tuple[int, ...]],
+        rows: Sequence[Sequence[int]],
         shape: ProgramShape,
     ) -> Launched:
         """Have the device compute rows of texts."""
         texts = [[encoded[i] for i in row] for row in rows]
         batch = self._batch(texts, shape.size, shape.room)
-        lengths = [[(i, len(encoded[i].ids)) for i in row] for row in rows]
+        result = self._programs(shape, batch)
+        release = functools.partial(self._programs.done, batch)
         pooled = shape.method in self._vectors
-        once = iter([batch])  # results may be read again, memory is given back once
+        return Launched(pooled, rows, encoded, result, release)
 
-        def done() -> None:
-            for used in once:
-                self._programs.done(used)
-
-        return Launched(pooled, lengths, self._programs(shape, batch), done)
-
-    def _steps(
-        self, plan: EncodePlan
-    ) -> Iterator[tuple[list[tuple[int, ...]], int, int]]:
-        """The rows of each batch, their size and capacity."""
-        for start in range(0, len(plan.rows), self._num_rows):
-            group = list(plan.rows[start : start + self._num_rows])
-            yield group, plan.budgets[start], plan.capacities[start]
+    def _steps(self, method: Method, plan: EncodePlan) -> list[_Step]:
+        """The rows of each batch, and their program."""
+        return [
+            (
+                plan.rows[start : start + self._num_rows],
+                ProgramShape(method, plan.budgets[start], plan.capacities[start]),
+            )
+            for start in range(0, len(plan.rows), self._num_rows)
+        ]
 
     def _batch(
         self, rows: Sequence[Sequence[EncodedText]], size: int, room: int
@@ -502,7 +499,7 @@ class Encoder:
             return None
         return NamedSharding(self.mesh, self.model.rules.spec("batch", None))
 
-    @property
+    @functools.cached_property
     def _num_rows(self) -> int:
         """Rows per batch: one per data-parallel device."""
         if self.mesh is None:

@@ -201,6 +201,35 @@ def test_unscanned_layers_have_parameters_of_their_own(tmp_path):
         save(fast.model, tmp_path)
 
 
+def test_programs_read_layers_in_stacks():
+    """Those of a stacked model are its own arrays; the parameters are those of now."""
+    types = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    config = dataclasses.replace(encoder_preset("bert_tiny"), num_layers=4)
+    model = EncoderModel(config, scan_layers=False, rngs=nnx.Rngs(0), **types)
+    many, tokenizer = texts(12), bert_tokenizer()
+    for _ in range(2):
+        encoder = Encoder(model, tokenizer)
+        arrays = encoder._programs._leaves
+        kernel = model.blocks.mlp.up.kernel[...]
+        assert sum(array is kernel for array in arrays) == 1
+        # Vectors; kernels and biases of four projections; two matrices a layer; tables.
+        assert len(arrays) == 1 + 2 * 4 + 2 * 4 + 3
+        separate = Encoder(model.unstacked(), tokenizer)
+        assert len(separate._programs._leaves) == len(arrays)
+        found = encoder.encode(many, token_budget=128)
+        np.testing.assert_array_equal(separate.encode(many, token_budget=128), found)
+        plain = Encoder(model, tokenizer)
+        plain.model.blocks = model.unstacked().blocks
+        for i in (0, 5):
+            want = np.asarray(one_by_one(plain, many[i])[0], np.float32).mean(0)
+            np.testing.assert_allclose(found[i], want, atol=0.1)
+        model.blocks.mlp.up.kernel[...] = -3 * kernel
+    assert (
+        np.abs(Encoder(model, tokenizer).encode(many, token_budget=128) - found).max()
+        > 0.1
+    )
+
+
 def compilations(encoder):
     return [f._cache_size() for f in encoder._programs._jitted.values()]
 

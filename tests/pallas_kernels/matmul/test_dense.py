@@ -153,7 +153,7 @@ def test_small_products_go_to_xla(m, by, monkeypatch):
     module, taken = sys.modules["pallas_kernels.matmul.dense"], []
     for name in ("xla", "mosaic_gpu"):
 
-        def take(x, ws, biases, activation, name=name, **_):
+        def take(x, *_, name=name, **__):
             taken.append(name)
             return (x,)
 
@@ -195,3 +195,34 @@ def test_mistakes():
         dense(x, ws, [b[:3] for b in biases])
     with pytest.raises(ValueError, match="expected one type"):
         dense(x, ws, [b.astype(jnp.float32) for b in biases])
+
+
+def stacks(x, ws, biases):
+    """Three layers, of which the others would spoil the result."""
+    spoil = lambda a: jnp.stack([jnp.full_like(a, jnp.nan), a, 1 + a])  # noqa: E731
+    return x, *jax.tree.map(spoil, (ws, biases))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_interpreted_kernel_reads_a_layer_in_place(number):
+    x, ws, biases = operands(128, (128, 128), 192)
+    many = stacks(x, ws, biases)
+    with interpret_mosaic_gpu(detect_races=True):
+        run = functools.partial(kernel, activation="gelu", config=WIDE, device=ONE)
+        ys = [np.asarray(y) for y in run(*many, jnp.int32(number))]
+    one = jax.tree.map(lambda a: a[number], many[1:])
+    assert_close(ys, expected(x, *one, "gelu"))
+
+
+def test_a_layer_of_stacks_is_read_by_all():
+    x, ws, biases = operands(128, (64, 64), 64)
+    want = expected(x, ws, biases, "gelu")
+    run = functools.partial(dense, layer=jnp.int32(1), activation="gelu")
+    assert_close(run(*stacks(x, ws, biases)), want)
+    with use_device(ONE), interpret_mosaic_gpu():
+        ys = run(*stacks(x, ws, biases), implementation="mosaic_gpu")
+        assert_close([np.asarray(y) for y in ys], want)
+    with pytest.raises(ValueError, match=r"\[L, K, N\]"):
+        run(x, ws, biases)
+    with pytest.raises(ValueError, match="one int32"):
+        dense(*stacks(x, ws, biases), layer=jnp.int8(1))

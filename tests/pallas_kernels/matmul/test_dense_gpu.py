@@ -45,6 +45,18 @@ def test_values_repeat_and_are_right(m, widths, k, activation):
             assert num_different(again, y) == 0
 
 
+@pytest.mark.parametrize("m", [128, 256, 688, 2688])
+def test_each_layer_of_stacks_is_what_it_is_alone(m):
+    x, *pairs = draw(m, (768, 768, 768), 768)
+    stacks = jax.tree.map(lambda a: jnp.stack([a * (1 + i) for i in range(12)]), pairs)
+    in_place = jax.jit(functools.partial(run, activation="gelu"))
+    for layer in range(12):
+        found = in_place(x, *stacks, layer=jnp.int32(layer))
+        alone = in_place(x, *jax.tree.map(lambda a, i=layer: a[i], stacks))
+        for y, want in zip(found, alone, strict=True):
+            assert num_different(y, want) == 0
+
+
 def test_gradients():
     x, ws, biases = draw(1024, (256, 128), 512)
     dys = [
