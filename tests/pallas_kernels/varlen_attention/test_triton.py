@@ -35,6 +35,8 @@ LENGTHS = {
     "full budget": ([112], [112]),
     "cross": ([33, 1, 16, 0, 17, 31], [7, 40, 17, 8, 0, 34]),
 }
+
+
 def run(options, implementation="triton"):
     return cases.value_and_gradients(
         lambda t, cu_q, cu_k: varlen_attention(
