@@ -49,8 +49,6 @@ class Launch:
 
     On an H200 that was 10 to 13% faster with heads of 256, and slower with others.
     """
-    one_loop: bool = False
-    """Whether all steps are masked, in one loop, instead of those that need it."""
 
 
 def launch_of(kernel: str, head_dim: int, length: int, device: DeviceSpec) -> Launch:
@@ -300,7 +298,6 @@ def kernel_constants(x: Inputs, scores: Scores, launch: Launch) -> dict[str, Any
         "block_k": launch.block_k,
         "block_h": _block(x.q.shape[3]),
         "block_v": _block(x.v.shape[3]),
-        "one_loop": launch.one_loop,
         "scale": scores.scale,
         "softcap": scores.softcap or 0.0,
         "left": left,

@@ -4,9 +4,8 @@ FlashAttention-2 (arXiv 2307.08691) over tiles. A tile is some queries of one se
 (or some keys, in the kernel of their gradients). Each program finds its own: where it
 begins, where its sequence ends, and where the sequence's keys (queries) begin and end,
 all as rows of the packed buffers. So every program has one interval to walk through,
-whatever the mask: its first and last steps are masked, those between are not, or all
-are in one loop, where steps are so few that a second loop costs more. Rows past the
-last sequence form tiles that see nothing, and get zeros.
+whatever the mask: its first and last steps are masked, those between are not. Rows past
+the last sequence form tiles that see nothing, and get zeros.
 
 Scores are held as logarithms to the base 2: ``c * log2(e)``.
 
@@ -119,12 +118,8 @@ def _rows_seeing(
 
 @triton.jit
 @no_type_check
-def _phases(
-    start, stop, all_start, all_stop, block: tl.constexpr, one_loop: tl.constexpr
-):
+def _phases(start, stop, all_start, all_stop, block: tl.constexpr):
     """Where steps of `block` from `start` cease to need a mask, and need one again."""
-    if one_loop:  # all have one
-        return start, start
     masked = tl.cdiv(tl.maximum(all_start - start, 0), block) * block
     whole = tl.maximum(tl.minimum(start + masked, stop), start)
     return whole, whole + tl.maximum(all_stop - whole, 0) // block * block
@@ -277,7 +272,7 @@ def forward(
     head_dim: tl.constexpr, value_dim: tl.constexpr,
     bounds: tl.constexpr, halvings: tl.constexpr,
     block_q: tl.constexpr, block_k: tl.constexpr,
-    block_h: tl.constexpr, block_v: tl.constexpr, one_loop: tl.constexpr,
+    block_h: tl.constexpr, block_v: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
     left: tl.constexpr, right: tl.constexpr,
     has_sinks: tl.constexpr, has_slopes: tl.constexpr, with_rest: tl.constexpr,
@@ -322,11 +317,11 @@ def forward(
     start, stop, all_start, all_stop = _columns_seen(
         first, last, end, begin_k, end_k, left, right
     )
-    whole, ragged = _phases(start, stop, all_start, all_stop, block_k, one_loop)
+    whole, ragged = _phases(start, stop, all_start, all_stop, block_k)
     weights = tl.zeros((block_q, block_k), tl.float32)
     before = tl.full((block_q,), 1.0, tl.float32)
     previous = whole
-    for masked in tl.static_range(1 if one_loop else 0, 2):
+    for masked in tl.static_range(2):
         sums, most, total, weights, before, previous = _attend(
             sums, most, total, weights, before, previous,
             q_tile, k, v, i, start, stop, whole, ragged, end, end_k, slope,
@@ -405,7 +400,7 @@ def gradient_of_queries(
     head_dim: tl.constexpr, value_dim: tl.constexpr,
     bounds: tl.constexpr, halvings: tl.constexpr,
     block_q: tl.constexpr, block_k: tl.constexpr,
-    block_h: tl.constexpr, block_v: tl.constexpr, one_loop: tl.constexpr,
+    block_h: tl.constexpr, block_v: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
     left: tl.constexpr, right: tl.constexpr, has_slopes: tl.constexpr,
 ):  # fmt: skip
@@ -457,8 +452,8 @@ def gradient_of_queries(
     start, stop, all_start, all_stop = _columns_seen(
         first, last, end, begin_k, end_k, left, right
     )
-    whole, ragged = _phases(start, stop, all_start, all_stop, block_k, one_loop)
-    for masked in tl.static_range(1 if one_loop else 0, 2):
+    whole, ragged = _phases(start, stop, all_start, all_stop, block_k)
+    for masked in tl.static_range(2):
         sums, by_slope = _query_gradient(
             sums, by_slope, q_tile, dout_tile, logs, deltas, k, v, i,
             start, stop, whole, ragged, end, end_k, slope,
@@ -526,7 +521,7 @@ def gradient_of_keys(
     head_dim: tl.constexpr, value_dim: tl.constexpr,
     bounds: tl.constexpr, halvings: tl.constexpr,
     block_q: tl.constexpr, block_k: tl.constexpr,
-    block_h: tl.constexpr, block_v: tl.constexpr, one_loop: tl.constexpr,
+    block_h: tl.constexpr, block_v: tl.constexpr,
     scale: tl.constexpr, softcap: tl.constexpr,
     left: tl.constexpr, right: tl.constexpr, has_slopes: tl.constexpr,
 ):  # fmt: skip
@@ -564,7 +559,7 @@ def gradient_of_keys(
     start, stop, all_start, all_stop = _rows_seeing(
         first, last, end, begin_q, end_q, left, right
     )
-    whole, ragged = _phases(start, stop, all_start, all_stop, block_q, one_loop)
+    whole, ragged = _phases(start, stop, all_start, all_stop, block_q)
     for head in range(
         kv_head * (heads // kv_heads), (kv_head + 1) * (heads // kv_heads)
     ):
@@ -572,7 +567,7 @@ def gradient_of_keys(
         if has_slopes:
             slope = tl.load(slopes + row * heads + head)
         q_head, dout_head = q + head * head_dim, dout + head * value_dim
-        for masked in tl.static_range(1 if one_loop else 0, 2):
+        for masked in tl.static_range(2):
             dk_sums, dv_sums = _key_gradient(
                 dk_sums, dv_sums, k_tile, v_tile, q_head, dout_head,
                 lse + head * queries, delta + head * queries, j,

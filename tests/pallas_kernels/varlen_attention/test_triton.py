@@ -35,7 +35,6 @@ LENGTHS = {
     "full budget": ([112], [112]),
     "cross": ([33, 1, 16, 0, 17, 31], [7, 40, 17, 8, 0, 34]),
 }
-ONE_LOOP = "window both", "full", "softcap", "alibi", "sinks"
 
 
 def run(options, implementation="triton"):
@@ -77,7 +76,7 @@ def run(options, implementation="triton"):
 def test_values_and_gradients(feature, lengths, late, monkeypatch):
     """Also with NaN in what no sequence holds and in memory that is not written."""
     interpreted(monkeypatch, triton)
-    launch = dataclasses.replace(SMALL, late=late, one_loop=feature in ONE_LOOP)
+    launch = dataclasses.replace(SMALL, late=late)
     monkeypatch.setattr(triton, "launch_of", lambda *_: launch)
     tensors, options = cases.arrays(feature, DTYPE, TOKENS)
     cu_q, cu_k = (cases.prefix_sums(x) for x in LENGTHS[lengths])
