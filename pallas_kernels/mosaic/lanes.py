@@ -139,7 +139,8 @@ def _keep_band(values: mgpu.FragmentedArray, *limits: ir.Value | None) -> Any:
 
     by_row = {row: conditions(row) for row in {row for row, _ in places.values()}}
     if _BITS and all(stays is None for stays, _, _ in by_row.values()):
-        return _keep_bits(values, places, {r: x[1:] for r, x in by_row.items()})
+        of_rows = {row: (low, high) for row, (_, low, high) in by_row.items()}
+        return _keep_bits(values, places, of_rows)
     hidden = arith.constant(f32, ir.FloatAttr.get(f32, -np.inf))
     masked = np.empty_like(values.registers)
     for at, (row, column) in places.items():

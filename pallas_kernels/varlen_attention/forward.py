@@ -433,8 +433,7 @@ def _body(
 
             @pl.when(there)
             def _() -> None:
-                row = tile["row"]
-                first, head = blocks.place(tile["head"], warpgroup)
+                row, head = tile["row"], blocks.head(tile["head"], warpgroup)
                 sink = None if sinks is None else sinks[row, head]
                 slope = None if slopes is None else slopes[row, head]
                 descales = None
@@ -447,8 +446,9 @@ def _body(
                     problem, scores, blocks, tile, warpgroup,
                     sink, slope, scratch, buffer, steps, descales,
                 )  # fmt: skip
-                here = row, pl.ds(tile["q0"] + first, ROWS), head
-                rows = tile["rows"] - first
+                q0 = tile["q0"] + blocks.first_token(warpgroup)
+                here = row, pl.ds(q0, ROWS), head
+                rows = tile["rows"] - blocks.first_token(warpgroup)
 
                 @pl.when(rows > 0)
                 def _() -> None:
@@ -519,8 +519,8 @@ def _load_queries(
     """The producer: queries of a block's nth tile."""
     buffer, smem = _query_buffer(problem, number), scratch["q_smem"][1]
     for w in range(blocks.consumers):
-        first, head = blocks.place(tile["head"], w)
-        start = tile["q0"] + first
+        start = tile["q0"] + blocks.first_token(w)
+        head = blocks.head(tile["head"], w)
         place = buffer * blocks.consumers + w
         plgpu.barrier_wait(scratch["q_empty"].at[place])
         full = scratch["q_full"].at[place]

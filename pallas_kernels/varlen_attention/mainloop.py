@@ -102,7 +102,7 @@ class ForwardMainloop:
             scratch[f"{name}_smem"][0] for name in "qkv"
         )
         self.shape = (ROWS, blocks.block_k)
-        self.q0 = tile["q0"] + blocks.place(0, warpgroup)[0]
+        self.q0 = tile["q0"] + blocks.first_token(warpgroup)
         # In few steps a branch takes longer than what it may leave out.
         self.on_demand = blocks.consumers > 1
         self.values_behind, _, self.value_width = problem.value_tiles(blocks.block_k)
