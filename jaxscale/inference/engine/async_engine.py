@@ -5,7 +5,7 @@ import collections
 import concurrent.futures
 import contextlib
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxscale.inference.engine.output_processor import Sink
 from jaxscale.inference.output import Output, joined
@@ -55,6 +55,7 @@ class _Mailbox:
         return outputs if len(outputs) == 1 else joined(outputs)
 
 
+@runtime_checkable
 class EngineClient(Protocol):
     """What an `AsyncEngine` needs of an `Engine`, which may be in another process."""
 

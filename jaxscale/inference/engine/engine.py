@@ -648,10 +648,14 @@ def _unrecorded(phase: str) -> None:
 
 
 def _drawn(values: np.ndarray | None) -> Drawn | None:
-    """The results in the form that the scheduler takes: [n, B, R]."""
+    """The results in the form that the scheduler takes."""
     if values is None:
         return None
     logprobs = np.ascontiguousarray(values[..., 2]).view(np.float32)
+    if values.shape[0] == values.shape[2] == 1:
+        tokens, flags = values[0, :, 0, :2].T.tolist()
+        one = logprobs[0, :, 0].tolist()
+        return Drawn(tokens=tokens, flags=flags, logprobs=one, flat=True)
     return Drawn(
         tokens=values[..., 0].tolist(),
         flags=values[..., 1].tolist(),

@@ -140,23 +140,24 @@ class Runner:
                 f"adapters of config are {list(config.adapters)}, but the model has "
                 f"{list(adapter_names(model))}; name the same"
             )
-        ngrams = config.shortest_ngram, config.longest_ngram
-
-        def flat(model: Decoder) -> tuple[tuple[Array, ...], DecodePrograms]:
-            leaves, tree = jax.tree.flatten(model)
-            programs = DecodePrograms(tree, config.prefill_requests, ngrams)
-            return tuple(leaves), programs
-
-        self.params, self._programs = flat(with_adapters(model, {}))
-        self.adapted_params, self._adapted = flat(model)
-        where = self.params[0].sharding
+        where = jax.tree.leaves(model)[0].sharding
         mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
         self.mesh: Mesh | None = mesh
         self.devices = list(where.device_set if mesh is None else mesh.devices.flat)
         self._sums(self.buckets[0])  # raises
-        self._prefills = prefill_programs(
-            config, prefill_tokens, gathers=self._gathers()
-        )
+        ngrams = config.shortest_ngram, config.longest_ngram
+        gathers = self._gathers()
+
+        def flat(model: Decoder) -> tuple[tuple[Array, ...], DecodePrograms]:
+            leaves, tree = jax.tree.flatten(model)
+            programs = DecodePrograms(
+                tree, config.prefill_requests, ngrams, gathers=gathers
+            )
+            return tuple(leaves), programs
+
+        self.params, self._programs = flat(with_adapters(model, {}))
+        self.adapted_params, self._adapted = flat(model)
+        self._prefills = prefill_programs(config, prefill_tokens, gathers=gathers)
         adapted = bool(config.adapters)
         self.table = ProgramTable(self.buckets, self._prefills, adapted=adapted)
         """The compiled programs."""

@@ -96,6 +96,7 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
 class Recording(Protocol):
     """What a `Timeline` tells in the end."""
 
