@@ -16,8 +16,8 @@ from jaxscale.inference import (
     SamplingParams,
     generate,
 )
-from jaxscale.inference.engine.kv_scales import check_scales, measure_kv_scales
 from jaxscale.inference.engine import memory, programs, runner
+from jaxscale.inference.engine.kv_scales import check_scales, measure_kv_scales
 from jaxscale.inference.engine.memory import fit
 from jaxscale.inference.engine.runner import Runner
 from jaxscale.models import Decoder, Tokenizer, load, preset, save
