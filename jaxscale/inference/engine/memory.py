@@ -25,6 +25,7 @@ from jaxscale.inference.engine.scheduling.scheduler_config import (
 from jaxscale.inference.engine.scheduling.scheduler_output import KEY_BLOCK
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.decoder import Decoder
+from jaxscale.models.serving import is_abstract
 from pallas_kernels.varlen_attention.paged import gathers_pages
 
 
@@ -68,7 +69,7 @@ def fit(
     """The sizes with as many pages as fit on the devices, and slots for them.
 
     Args:
-        model: A result of `Decoder.for_inference`.
+        model: A result of `Decoder.for_inference`, maybe abstract.
         config: The other sizes.
         options: What is given: pages, slots, share of the memory.
 
@@ -93,7 +94,8 @@ def fit(
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         available = int(options.memory_fraction * stats["bytes_limit"])
-        taken = max(int(stats.get("bytes_in_use", 0)), weights)
+        used = int(stats.get("bytes_in_use", 0))
+        taken = used + weights if is_abstract(model) else max(used, weights)
     else:
         # A CPU shares its memory with everything else.
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

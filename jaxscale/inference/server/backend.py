@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.engine.async_engine import AsyncEngine
 from jaxscale.inference.engine.engine import Engine
-from jaxscale.inference.engine.make import freeze_gc_heap
+from jaxscale.inference.engine.make import Progress, freeze_gc_heap
 from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduling.scheduler_output import Counts, SchedulerEvent
 from jaxscale.inference.engine.timeline import Timeline
@@ -168,6 +168,38 @@ class EngineBackend:
         self.engine.close(timeout=0)
         if self.engine.compiler is not None:
             self.engine.compiler.close()
+
+
+class Loading:
+    """A function that loads a model, and how far it is.
+
+    Example:
+        >>> load = Loading(lambda progress: progress(1, 5, False))
+        >>> load()
+        >>> load.state
+        {'compiled': 1, 'programs': 5, 'weights': 'loading'}
+    """
+
+    def __init__(self, load: Callable[[Progress], Any]) -> None:
+        """Nothing has happened.
+
+        Args:
+            load: Loads it, and tells its argument how far it is.
+        """
+        self._load = load
+        self.state: dict[str, Any] = {}
+        """What ``/ready`` says of it."""
+        self.on_change: Callable[[dict[str, Any]], None] = lambda state: None
+        """Told of changes, on any thread."""
+
+    def __call__(self) -> Any:
+        """The model."""
+        return self._load(self._tell)
+
+    def _tell(self, compiled: int, programs: int, read: bool) -> None:
+        weights = "loaded" if read else "loading"
+        self.state = {"compiled": compiled, "programs": programs, "weights": weights}
+        self.on_change(self.state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

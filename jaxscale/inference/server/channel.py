@@ -77,7 +77,8 @@ class Channel:
     def close(self) -> None:
         """Close this end, also for a thread that receives."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)  # a thread that receives goes on
+        self._reader.close()
         self._socket.close()
 
     def _write(self) -> None:

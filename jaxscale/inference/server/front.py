@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from jaxscale.inference.server.backend import EngineBackend, TextModel
+from jaxscale.inference.server.backend import EngineBackend, Loading, TextModel
 from jaxscale.inference.server.channel import Channel
 from jaxscale.inference.server.config import ServerConfig
 from jaxscale.inference.server.remote import EngineHost, RemoteBackend, sendable
@@ -82,6 +82,8 @@ class _Host(threading.Thread):
     def __init__(self, load: Callable[[], TextModel], channel: Channel) -> None:
         super().__init__(name="front", daemon=True)
         self._load, self._channel = load, channel
+        if isinstance(load, Loading):
+            load.on_change = lambda state: channel.send(("loading", state))
         self.failure: BaseException | None = None
         self.loaded = False
         self.start()
@@ -127,12 +129,28 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _model(channel: Channel, gone: Callable[[], None]) -> TextModel:
+class _Awaited(Loading):
     """The model, once the other process has loaded it."""
-    message = channel.receive()
-    if message is None:
-        raise RuntimeError("the process of the engine has ended")
-    kind, *content = message
+
+    def __init__(self, channel: Channel, gone: Callable[[], None]) -> None:
+        super().__init__(lambda progress: self._await(channel, gone))
+
+    def _await(self, channel: Channel, gone: Callable[[], None]) -> TextModel:
+        kind = "loading"
+        while kind == "loading":
+            message = channel.receive()
+            if message is None:
+                raise RuntimeError("the process of the engine has ended")
+            kind, *content = message
+            if kind == "loading":
+                (self.state,) = content
+        return _model(channel, gone, kind, content)
+
+
+def _model(
+    channel: Channel, gone: Callable[[], None], kind: str, content: list[Any]
+) -> TextModel:
+    """The model of the other process, or its error."""
     if kind == "failed":
         raise content[0]
     fields, sizes = content
@@ -151,9 +169,8 @@ def main(listener: int, connection: int) -> None:
     config, access_log, level = settings
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("jaxscale").setLevel(level)
-    server = make_server(
-        lambda: _model(channel, server.stop), config, access_log=access_log
-    )
+    load = _Awaited(channel, lambda: server.stop())
+    server = make_server(load, config, access_log=access_log)
     with socket.socket(fileno=listener) as sock:
         server.run([sock])
 
