@@ -84,13 +84,16 @@ class EngineHost:
 
     def run(self) -> None:
         """Serve until the other process closes the engine, or has ended."""
-        while (message := self._channel.receive()) is not None:
-            name, *arguments = message
-            getattr(self, f"_do_{name}")(*arguments)
-            if name == "close":
-                break
-        else:
+        try:
+            while (message := self._channel.receive()) is not None:
+                name, *arguments = message
+                if name == "close":
+                    break
+                getattr(self, f"_do_{name}")(*arguments)
+        finally:
+            self._recording.close()
             self._backend.close()
+            self._channel.send(("closed",))
 
     # What the other process asks for.
 
@@ -141,10 +144,6 @@ class EngineHost:
         elif timeline is not None:
             found = str(timeline.shares()), list(timeline.events())
             self._channel.send(("recorded", *found))
-
-    def _do_close(self) -> None:
-        self._backend.close()
-        self._channel.send(("closed",))
 
     # On the engine's thread.
 
@@ -203,18 +202,6 @@ def sendable(error: BaseException | None) -> BaseException | None:
 
 
 # --- The side of the server -----------------------------------------------------------
-
-
-class _Named(NamedTuple):
-    id: str
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Sequence:
-    """What observers of events read of a sequence."""
-
-    request: _Named
-    state: SequenceStatus
 
 
 class _Stream:
@@ -302,7 +289,7 @@ class RemoteBackend:
         self._load, self._asked = Load(), 0.0
         self._on_event: Callable[[SchedulerEvent], None] = lambda event: None
         self._on_tick: Callable[[], None] = lambda: None
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, sequence.Sequence] = {}
         self._closed = threading.Event()
         self._recorded: concurrent.futures.Future[_Recording]
         self._async = AsyncEngine(self)
@@ -386,12 +373,14 @@ class RemoteBackend:
     # On the thread that listens.
 
     def _listen(self) -> None:
-        while (message := self._channel.receive()) is not None:
-            name, *arguments = message
-            getattr(self, f"_on_{name}")(*arguments)
-        self._on_ended("its process has ended")
-        self._closed.set()
-        self._gone()
+        try:
+            while (message := self._channel.receive()) is not None:
+                name, *arguments = message
+                getattr(self, f"_on_{name}")(*arguments)
+        finally:
+            self._on_ended("its process has ended")
+            self._closed.set()
+            self._gone()
 
     def _on_news(
         self,
@@ -424,12 +413,21 @@ class RemoteBackend:
     def _happened(self, kind: Any, number: int, request: str, prompt: bool) -> None:
         if kind == "admitted":
             state = SequenceStatus.PREFILL if prompt else SequenceStatus.DECODE
-            c = self._sequences[number] = _Sequence(_Named(request), state)
+            # Of its request observers read the id.
+            c = self._sequences[number] = sequence.Sequence(
+                request=Request(prompt=(0,), id=request),
+                index=0,
+                order=(0, number, 0),
+                seed=0,
+                limit=0,
+                stops=frozenset(),
+                tokens=[],
+                state=state,
+            )
         else:
             c = self._sequences.pop(number)
             c.state = SequenceStatus.ENDED
-        named: Any = c
-        self._on_event(SchedulerEvent(kind=kind, sequence=named, time=0.0))
+        self._on_event(SchedulerEvent(kind=kind, sequence=c, time=0.0))
 
     def _on_entered(
         self, number: int, error: BaseException | None, load: Load | None
