@@ -1,6 +1,7 @@
 """An engine for a model: sizes that fit, programs compiled, on one host or several."""
 
 import dataclasses
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -82,19 +83,18 @@ def make_engine(
         followers = hosts.gather(runner)
         runner.on_dispatch = followers.send
     steps = _Steps(progress, read=weights is None)
-    read = None
-    if weights is not None:
 
-        def read() -> Weights:
-            loaded, scales = weights(), kv_scales
-            if config.kv_dtype is not None and scales is None:
-                scales = measure_kv_scales(loaded)
-            steps.weights()
-            return loaded, scales
+    def read(weights: Callable[[], Decoder]) -> Weights:
+        loaded, scales = weights(), kv_scales
+        if config.kv_dtype is not None and scales is None:
+            scales = measure_kv_scales(loaded)
+        steps.weights()
+        return loaded, scales
 
     behind = not wait and followers is None
     try:
-        _compile(runner, config, quiet, steps, behind=behind, weights=read)
+        reads = None if weights is None else functools.partial(read, weights)
+        _compile(runner, config, quiet, steps, behind=behind, weights=reads)
     except OtherModel as other:
         model, kv_scales = other.weights
         runner = _make_runner(model, config, ends, kv_scales, quiet)

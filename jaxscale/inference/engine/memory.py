@@ -101,7 +101,7 @@ def fit(
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         available, taken = int(options.memory_fraction * free) // 2, weights
 
-    mesh = where.mesh if isinstance(where, NamedSharding) else None
+    mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         pages_dtype = model.dtype if options.kv_dtype is None else FP8
         gathers = gathers_pages(

@@ -23,10 +23,11 @@ from jaxscale.inference.server.channel import Channel
 from jaxscale.inference.server.config import ServerConfig
 from jaxscale.inference.server.remote import EngineHost, RemoteBackend, sendable
 from jaxscale.inference.server.run import make_server
+from jaxscale.inference.server.service import Served
 
 
 def serve_in_front(
-    load: Callable[[], TextModel],
+    load: Callable[[], Served],
     config: ServerConfig,
     listener: socket.socket,
     *,
@@ -79,7 +80,7 @@ def serve_in_front(
 class _Host(threading.Thread):
     """Loads the model and lets the other process use it."""
 
-    def __init__(self, load: Callable[[], TextModel], channel: Channel) -> None:
+    def __init__(self, load: Callable[[], Served], channel: Channel) -> None:
         super().__init__(name="front", daemon=True)
         self._load, self._channel = load, channel
         if isinstance(load, Loading):
@@ -91,8 +92,10 @@ class _Host(threading.Thread):
     def run(self) -> None:
         try:
             model = self._load()
-            backend = model.backend
-            if not isinstance(backend, EngineBackend):
+            backend = model.backend if isinstance(model, TextModel) else None
+            if not isinstance(model, TextModel) or not isinstance(
+                backend, EngineBackend
+            ):
                 raise TypeError(
                     f"backend {backend!r} must be an EngineBackend for a server in a "
                     "process of its own"
