@@ -185,8 +185,8 @@ class Engine:
             request: As for `submit`.
             sink: As for `submit`.
             matcher: The compiled guide; None compiles it here.
-            text: False leaves outputs without text, for a sink that makes it by
-                `text_of`. Where the text ends the request, they have it anyway.
+            text: False leaves outputs without text, for a sink that makes it by a
+                `TextStream`. Where text ends the request, they have it anyway.
 
         Raises:
             InvalidRequest: the request is guided, and there is no compiler or it
@@ -439,7 +439,12 @@ class Engine:
                 self._commands.get(timeout=left)()
 
     def _admit(
-        self, request: Request, sink: Sink, matcher: Matcher | None, *, text: bool
+        self,
+        request: Request,
+        sink: Sink,
+        matcher: Matcher | None,
+        *,
+        text: bool = True,
     ) -> None:
         if self.error is not None:
             raise self._dead()
