@@ -477,6 +477,6 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["server"]:
         from benchmarks.workloads import serving_http
 
-        sys.exit(not serving_http.compare().held)
+        sys.exit(not serving_http.main(sys.argv[2:]))
     else:
         command.run(BENCHMARK)

@@ -164,7 +164,7 @@ def run(config: ServeConfig) -> None:
             return
         # Until the server takes signals itself: nothing runs yet that has to end.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        load = _loader(config)
+        load, generates = _loader(config)
         if not keys and config.host not in LOOPBACK:
             print(
                 f"jaxscale: --host {config.host} lets other machines in, and there are "
@@ -189,6 +189,7 @@ def run(config: ServeConfig) -> None:
             port=config.port,
             access_log=config.access_log,
             on_bound=bound,
+            own_process=generates,
         )
     if not loaded:
         # What compiles cannot be stopped, and would abort the end of the interpreter.
@@ -230,10 +231,12 @@ def _follow(config: ServeConfig) -> None:
         os._exit(1)  # otherwise JAX would wait for all processes
 
 
-def _loader(config: ServeConfig) -> Callable[[], Any]:
-    """Check what needs no weights, and return the function that loads the model."""
-    from jaxscale.inference.server.backend import EngineBackend, TextModel
-    from jaxscale.inference.server.load import ChatOptions, served
+def _loader(config: ServeConfig) -> tuple[Callable[[], Any], bool]:
+    """Check what needs no weights, and return the function that loads the model, and
+    whether it is a decoder.
+    """
+    from jaxscale.inference.server.backend import EngineBackend, Loading, TextModel
+    from jaxscale.inference.server.load import ChatOptions, is_encoder, served
     from jaxscale.inference.server.served_encoder import ServedEncoder
 
     template = None
@@ -247,7 +250,7 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
     lora_modules = parse_lora_modules(config.lora_modules)
     source, mesh, rules, dtype = _model(config)
 
-    def load() -> Any:
+    def load(progress: Any) -> Any:
         model = served(
             source,
             name=config.name,
@@ -260,13 +263,14 @@ def _loader(config: ServeConfig) -> Callable[[], Any]:
             dtype=dtype,
             quantization=config.quantization,
             lora_modules=lora_modules,
+            progress=progress,
         )
         backend = model.backend if isinstance(model, TextModel) else model
         if isinstance(backend, EngineBackend | ServedEncoder):
             backend.freeze_gc_heap()
         return model
 
-    return load
+    return Loading(load), not is_encoder(source)
 
 
 def _model(config: ServeConfig) -> tuple[Path, Mesh | None, AxisRules, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxscale.inference.run_directory import (
     is_run,
@@ -21,6 +22,7 @@ from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.models.hf.load import load
 from jaxscale.models.hf.peft import CONFIG_FILE, read_peft
+from jaxscale.nn.quantized_linear import Quantization
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 
 
@@ -101,6 +103,24 @@ def read_adapters(
         except (FileNotFoundError, ValueError) as error:
             raise type(error)(f"adapter {name!r}: {error}") from error
     return adapters
+
+
+def describe_decoder(
+    path: Path,
+    *,
+    mesh: Mesh | None,
+    rules: AxisRules,
+    lora_modules: LoraModules | None,
+    quantization: Quantization | None = None,
+    dtype: DTypeLike | None = None,
+) -> Decoder | None:
+    """What `load_decoder` returns, with shapes instead of weights; None where only the
+    weights tell.
+    """
+    if lora_modules or quantization is not None or is_run(path):
+        return None
+    model = load(path, mesh=mesh, rules=rules, dtype=dtype, abstract=True)
+    return model.for_inference() if isinstance(model, Decoder) else None
 
 
 def load_decoder(

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 
 type FinishReason = Literal["stop", "length", "aborted", "timeout", "error"]
@@ -78,9 +78,17 @@ def joined(outputs: Iterable[Output]) -> list[Output]:
 def _joined(outputs: Sequence[Output]) -> Output:
     if len(outputs) == 1:
         return outputs[0]
-    parts: dict[str, Any] = {
-        name: tuple(itertools.chain.from_iterable(getattr(o, name) for o in outputs))
-        for name in ("tokens", "logprobs", "prompt_logprobs")
-    }
-    text = "".join(output.text for output in outputs)
-    return dataclasses.replace(outputs[-1], text=text, **parts)
+    last, flat = outputs[-1], itertools.chain.from_iterable
+    return Output(
+        request=last.request,
+        index=last.index,
+        tokens=tuple(flat([output.tokens for output in outputs])),
+        text="".join([output.text for output in outputs]),
+        logprobs=tuple(flat([output.logprobs for output in outputs])),
+        prompt_logprobs=tuple(flat([output.prompt_logprobs for output in outputs])),
+        finish=last.finish,
+        stop=last.stop,
+        cached_tokens=last.cached_tokens,
+        error=last.error,
+        blames_request=last.blames_request,
+    )

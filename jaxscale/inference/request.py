@@ -119,8 +119,11 @@ class Overloaded(RuntimeError):
     """The waiting queue is full; HTTP 429. `retry_after` is in seconds."""
 
     def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+        super().__init__(message, retry_after)
+        self.message, self.retry_after = message, retry_after
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class EngineDead(RuntimeError):

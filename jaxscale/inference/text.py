@@ -211,6 +211,11 @@ stop_strings = functools.lru_cache(maxsize=64)(StopStrings)
 """`StopStrings` of a tuple, cached for requests that share it."""
 
 
+def ends_by_text(params: SamplingParams) -> bool:
+    """Whether what ends a completion depends on its text."""
+    return bool(params.stop) or params.guided is not None
+
+
 class TextStream:
     """The text of one completion, as its client sees it.
 

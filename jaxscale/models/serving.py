@@ -1,6 +1,8 @@
 """Prepare a decoder for serving: parameters in the layout that serves fastest."""
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +26,10 @@ from jaxscale.sharding.rules import AxisRules
 
 
 def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> Model:
-    """`Decoder.for_inference`: `model` in the layout that serves fastest."""
+    """`Decoder.for_inference`: `model` in the layout that serves fastest.
+
+    An abstract model, whose shapes say where they are, has an abstract result.
+    """
     result: Any = model
     if mesh is None and _is_served(result):
         return result
@@ -42,8 +47,14 @@ def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> 
     sizes = {} if mesh is None else dict(mesh.shape)
     if mesh is not None:
         if not isinstance(result.lm_head, QuantizedLinear):  # which pads its own rows
-            result = fitted(result, sizes, rules)
-        result = place(result, mesh, rules)
+            resize = functools.partial(fitted, mesh_sizes=sizes, rules=rules)
+            result = (
+                jax.eval_shape(resize, result)
+                if is_abstract(result)
+                else resize(result)
+            )
+        if not is_abstract(result):
+            result = place(result, mesh, rules)
     return compiled(lambda model: prepared_model(model, sizes), result, mesh, rules)
 
 
@@ -68,11 +79,28 @@ def compiled[M](
         mesh: The devices; None is where `module` is.
         rules: Mesh axes of each logical axis.
     """
-    if mesh is None:
+    if mesh is None and not is_abstract(module):
         return jax.jit(fn)(module)
-    with jax.set_mesh(mesh):
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         shapes = jax.eval_shape(fn, module)
-        return jax.jit(fn, out_shardings=shardings(shapes, mesh, rules))(module)
+        if mesh is None:
+            where = jax.tree.leaves(module)[0].sharding
+            places = jax.tree.map(lambda _: where, shapes)
+        else:
+            places = shardings(shapes, mesh, rules)
+        if is_abstract(module):
+            return jax.tree.map(placed, shapes, places)
+        return jax.jit(fn, out_shardings=places)(module)
+
+
+def is_abstract(module: Any) -> bool:
+    """Whether a module has shapes instead of arrays."""
+    return isinstance(jax.tree.leaves(module)[0], jax.ShapeDtypeStruct)
+
+
+def placed(shape: jax.ShapeDtypeStruct, where: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array that is somewhere."""
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
 
 
 def serving_mesh(mesh: Mesh) -> Mesh:

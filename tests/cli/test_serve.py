@@ -95,7 +95,7 @@ def test_keys(tmp_path, monkeypatch):
 
 def test_an_encoder(tmp_path):
     path = directory(tmp_path / "bert", EncoderModel, encoder_preset("bert_tiny"))
-    model = serve._loader(serve.ServeConfig(source=str(path)))()
+    model = serve._loader(serve.ServeConfig(source=str(path)))[0]()
     assert isinstance(model, ServedEncoder) and model.name == "bert"
     model.close()
 
@@ -107,7 +107,7 @@ SIZES = EngineConfig(
 
 def answer(config, prompt, count):
     """Tokens and text by which the model that would be served continues a prompt."""
-    model = serve._loader(config)()
+    model = serve._loader(config)[0]()
     params = SamplingParams(temperature=0.0, max_tokens=count)
     request = Request(prompt=model.encode(prompt), params=params)
 

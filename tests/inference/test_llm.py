@@ -16,6 +16,7 @@ from jaxscale.inference import (
     SamplingParams,
     generate,
 )
+from jaxscale.inference.engine import memory, programs, runner
 from jaxscale.inference.engine.kv_scales import check_scales, measure_kv_scales
 from jaxscale.inference.engine.memory import fit
 from jaxscale.inference.engine.runner import Runner
@@ -301,6 +302,31 @@ def test_pages_fill_the_memory(llm):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             EngineConfig(**wrong)
     assert np.isfinite(memory.computation)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_gathered_keys_have_room_and_no_tails_where_attention_gathers(
+    gathers, monkeypatch
+):
+    for module in (memory, runner):
+        monkeypatch.setattr(module, "gathers_pages", lambda *_: gathers)
+    cleared = []
+    clear = programs.clear_tails
+    monkeypatch.setattr(
+        programs, "clear_tails", lambda *x: cleared.append(1) or clear(*x)
+    )
+    model = Decoder(preset("llama_tiny"), rngs=nnx.Rngs(0)).for_inference()
+    options = EngineConfig(num_slots=2, page_size=16, max_len=128)
+    config = options.scheduler(model.config, (), on_cpu=True)
+    few, many = (
+        fit(model, dataclasses.replace(config, prefill_keys=keys), options)[1]
+        for keys in (2**14, 2**15)
+    )
+    assert (few.computation < many.computation) is gathers
+    made = runner.Runner(model, config)
+    _, program, shapes = next(p for p in made.programs() if p[0][0] == "prefill")
+    program.trace(*shapes)
+    assert bool(cleared) is not gathers
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,15 @@
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol, runtime_checkable
 
-from jaxscale.inference.engine.engine import Engine
+from jaxscale.inference.engine.output_processor import Sink
 from jaxscale.inference.output import Output, joined
 from jaxscale.inference.request import EngineDead, Request
+from jaxscale.inference.text import TextDecoder, TextStream, ends_by_text
 
 
 type _News = list[Output] | EngineDead
@@ -53,8 +55,39 @@ class _Mailbox:
         return outputs if len(outputs) == 1 else joined(outputs)
 
 
+@runtime_checkable
+class EngineClient(Protocol):
+    """What an `AsyncEngine` needs of an `Engine`, which may be in another process."""
+
+    tokenizer: TextDecoder | None
+    """For detokenization."""
+    after_tick: list[Callable[[], None]]
+    """Called after outputs were delivered."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it is dead."""
+        ...
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether prompts can have log-probabilities by now."""
+        ...
+
+    def enter(
+        self, request: Request, sink: Sink, *, text: bool = True
+    ) -> concurrent.futures.Future[None]:
+        """See `Engine.enter`."""
+        ...
+
+    def abort(self, request_id: str, sink: Sink | None = None) -> None:
+        """See `Engine.abort`."""
+        ...
+
+
 class AsyncEngine:
-    """An `Engine` for asyncio: outputs of a step reach the event loop together.
+    """An `Engine` for asyncio: outputs of a step reach the event loop together, where
+    tokens become text.
 
     Example:
         >>> import asyncio
@@ -63,7 +96,7 @@ class AsyncEngine:
         ...     return sum(len(output.tokens) for output in outputs)
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         """Wrap a started engine.
 
         Args:
@@ -90,22 +123,28 @@ class AsyncEngine:
         def sink(outputs: _News) -> None:
             ready.append((loop, news, outputs))
 
-        while request.params.prompt_logprobs is not None and not (
-            self.engine.runner.table.scores_prompts or self.engine.error
+        engine, params = self.engine, request.params
+        while params.prompt_logprobs is not None and not (
+            engine.scores_prompts or engine.error
         ):
             await asyncio.sleep(0.1)  # its program is being compiled
-        guide, compiler, matcher = request.params.guided, self.engine.compiler, None
-        if guide is not None and compiler is not None:
-            matcher = await asyncio.wrap_future(compiler.submit(guide, request.client))
+        texts, tokenizer = [], engine.tokenizer
+        if tokenizer is not None and not ends_by_text(params):
+            texts = [
+                TextStream(tokenizer, request.prompt, params) for _ in range(params.n)
+            ]
         try:
-            await asyncio.wrap_future(self.engine.admit(request, sink, matcher))
+            await asyncio.wrap_future(engine.enter(request, sink, text=not texts))
             while remaining:
                 for output in await news.get():
+                    if texts:
+                        text = texts[output.index]
+                        output.text = text.add(output.tokens, output.finish)
                     remaining -= output.finish is not None
                     yield output
         finally:
             if remaining:  # a dead engine drops outputs
-                self.engine.abort(request.id, sink)
+                engine.abort(request.id, sink)
 
     def _post(self) -> None:
         """Pass pending outputs to each event loop, on the engine's thread."""

@@ -42,7 +42,7 @@ from jaxscale.inference.request import (
     Overloaded,
     Request,
 )
-from jaxscale.inference.text import TextDecoder
+from jaxscale.inference.text import TextDecoder, ends_by_text
 from jaxscale.inference.token_rules import TokenRules
 
 
@@ -172,7 +172,12 @@ class Engine:
         self.admit(request, sink).result()
 
     def admit(
-        self, request: Request, sink: Sink, matcher: Matcher | None = None
+        self,
+        request: Request,
+        sink: Sink,
+        matcher: Matcher | None = None,
+        *,
+        text: bool = True,
     ) -> concurrent.futures.Future[None]:
         """As `submit`, without waiting for admission to the queue.
 
@@ -180,6 +185,8 @@ class Engine:
             request: As for `submit`.
             sink: As for `submit`.
             matcher: The compiled guide; None compiles it here.
+            text: False leaves outputs without text, for a sink that makes it by a
+                `TextStream`. Where text ends the request, they have it anyway.
 
         Raises:
             InvalidRequest: the request is guided, and there is no compiler or it
@@ -199,7 +206,7 @@ class Engine:
             if not admitted.set_running_or_notify_cancel():
                 return
             try:
-                self._admit(request, sink, matcher)
+                self._admit(request, sink, matcher, text=text)
             except Exception as error:
                 admitted.set_exception(error)
             else:
@@ -207,6 +214,39 @@ class Engine:
 
         self._send(command, admitted)
         return admitted
+
+    def enter(
+        self, request: Request, sink: Sink, *, text: bool = True
+    ) -> concurrent.futures.Future[None]:
+        """As `admit`, with the guide compiled on another thread."""
+        guide = request.params.guided
+        if guide is None or self.compiler is None:
+            return self.admit(request, sink, text=text)
+        entered: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def compiled(made: concurrent.futures.Future[Matcher]) -> None:
+            if not entered.set_running_or_notify_cancel():
+                return
+            try:
+                admitted = self.admit(request, sink, made.result(), text=text)
+            except Exception as error:
+                entered.set_exception(error)
+                return
+            admitted.add_done_callback(told)
+
+        def told(admitted: concurrent.futures.Future[None]) -> None:
+            if (error := admitted.exception()) is not None:
+                entered.set_exception(error)
+            else:
+                entered.set_result(None)
+
+        self.compiler.submit(guide, request.client).add_done_callback(compiled)
+        return entered
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether prompts can have log-probabilities by now."""
+        return self.runner.table.scores_prompts
 
     def abort(self, request_id: str, sink: Sink | None = None) -> None:
         """Abort a request in any state; nothing happens if it has ended.
@@ -398,7 +438,14 @@ class Engine:
             while self.error is None and (left := until - self.clock()) > 0:
                 self._commands.get(timeout=left)()
 
-    def _admit(self, request: Request, sink: Sink, matcher: Matcher | None) -> None:
+    def _admit(
+        self,
+        request: Request,
+        sink: Sink,
+        matcher: Matcher | None,
+        *,
+        text: bool = True,
+    ) -> None:
         if self.error is not None:
             raise self._dead()
         params = request.params
@@ -407,7 +454,7 @@ class Engine:
                 f"stop {params.stop} needs the text, but the engine has no tokenizer; "
                 "give it one, or use stop_token_ids"
             )
-        if params.prompt_logprobs is not None and not self.runner.table.scores_prompts:
+        if params.prompt_logprobs is not None and not self.scores_prompts:
             raise Overloaded("prompt log-probabilities are being compiled", 10)
         if request.id in self._processors:
             # An aborted request may not have been notified yet.
@@ -417,7 +464,8 @@ class Engine:
         self._pace.arrived(now)
         request = dataclasses.replace(request, arrival=now)
         rules = TokenRules.of(params, self.scheduler.config.vocab_size)
-        processor = OutputProcessor(request, sink, self.tokenizer, matcher, rules)
+        tokenizer = self.tokenizer if text or ends_by_text(params) else None
+        processor = OutputProcessor(request, sink, tokenizer, matcher, rules)
         self.scheduler.add(request, now=now)
         self._processors[request.id] = processor
 
@@ -605,10 +653,14 @@ def _unrecorded(phase: str) -> None:
 
 
 def _drawn(values: np.ndarray | None) -> Drawn | None:
-    """The results in the form that the scheduler takes: [n, B, R]."""
+    """The results in the form that the scheduler takes."""
     if values is None:
         return None
     logprobs = np.ascontiguousarray(values[..., 2]).view(np.float32)
+    if values.shape[0] == values.shape[2] == 1:
+        tokens, flags = values[0, :, 0, :2].T.tolist()
+        one = logprobs[0, :, 0].tolist()
+        return Drawn(tokens=tokens, flags=flags, logprobs=one, flat=True)
     return Drawn(
         tokens=values[..., 0].tolist(),
         flags=values[..., 1].tolist(),

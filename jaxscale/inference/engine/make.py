@@ -1,8 +1,10 @@
 """An engine for a model: sizes that fit, programs compiled, on one host or several."""
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -14,15 +16,21 @@ from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.kv_scales import measure_kv_scales
 from jaxscale.inference.engine.memory import fit
 from jaxscale.inference.engine.program_cache import ProgramCache
-from jaxscale.inference.engine.runner import Runner
+from jaxscale.inference.engine.runner import OtherModel, Runner, Weights
 from jaxscale.inference.engine.scheduling.scheduler import Scheduler
 from jaxscale.inference.engine.scheduling.scheduler_config import bucket_sizes
 from jaxscale.inference.gc_heap import FrozenHeap
 from jaxscale.inference.grammar import GrammarCompiler
 from jaxscale.models.adapters import adapter_names
 from jaxscale.models.decoder import Decoder
+from jaxscale.models.serving import is_abstract
 from jaxscale.models.tokenizer import Tokenizer
 from jaxscale.observability.bar import progress_bar
+
+
+type Progress = Callable[[int, int, bool], None]
+"""Told programs that are compiled, those that are waited for, and whether the weights
+are there."""
 
 
 def make_engine(
@@ -35,6 +43,8 @@ def make_engine(
     kv_scales: np.ndarray | None = None,
     quiet: bool = False,
     wait: bool = True,
+    weights: Callable[[], Decoder] | None = None,
+    progress: Progress | None = None,
 ) -> Engine:
     """A compiled engine for `model`, not started yet.
 
@@ -49,6 +59,10 @@ def make_engine(
         quiet: Do not print memory and compilation.
         wait: False: return once a few programs are compiled, and compile the others
             behind; larger ones stand in until then. Several processes always wait.
+        weights: Reads an abstract `model`, while its programs are compiled. Of one
+            process alone.
+        progress: Told how many programs are compiled, of how many, and whether the
+            weights are there; on any thread.
 
     Raises:
         ValueError: sizes do not fit the model or the device, or there are `kv_scales`
@@ -68,7 +82,23 @@ def make_engine(
             )
         followers = hosts.gather(runner)
         runner.on_dispatch = followers.send
-    _compile(runner, config, quiet, behind=not wait and followers is None)
+    steps = _Steps(progress, read=weights is None)
+
+    def read(weights: Callable[[], Decoder]) -> Weights:
+        loaded, scales = weights(), kv_scales
+        if config.kv_dtype is not None and scales is None:
+            scales = measure_kv_scales(loaded)
+        steps.weights()
+        return loaded, scales
+
+    behind = not wait and followers is None
+    try:
+        reads = None if weights is None else functools.partial(read, weights)
+        _compile(runner, config, quiet, steps, behind=behind, weights=reads)
+    except OtherModel as other:
+        model, kv_scales = other.weights
+        runner = _make_runner(model, config, ends, kv_scales, quiet)
+        _compile(runner, config, quiet, steps, behind=behind)
     engine = Engine(
         runner, Scheduler(runner.config), tokenizer=tokenizer, compiler=compiler
     )
@@ -77,6 +107,37 @@ def make_engine(
         engine.at_end.append(followers.close)
         followers.on_lost(engine.fail)
     return engine
+
+
+class _Steps:
+    """Tells how far a start is."""
+
+    def __init__(self, progress: Progress | None = None, *, read: bool = True) -> None:
+        self._tell, self._lock = progress, threading.Lock()
+        self._compiled = self._programs = 0
+        self._read = read
+
+    def programs(self, total: int) -> None:
+        """So many are to be compiled."""
+        with self._lock:
+            self._compiled, self._programs = 0, total
+            self._say()
+
+    def compiled(self) -> None:
+        """Another one is."""
+        with self._lock:
+            self._compiled += 1
+            self._say()
+
+    def weights(self) -> None:
+        """They are there."""
+        with self._lock:
+            self._read = True
+            self._say()
+
+    def _say(self) -> None:
+        if self._tell is not None:
+            self._tell(self._compiled, self._programs, self._read)
 
 
 def freeze_gc_heap(engine: Engine) -> None:
@@ -116,7 +177,7 @@ def follow(
     if not hosts.spans_hosts(runner.devices):
         raise ValueError("model is on the devices of one process, where nobody follows")
     connection = hosts.join(runner)
-    _compile(runner, config, quiet)
+    _compile(runner, config, quiet, _Steps())
     hosts.follow(runner, connection)
 
 
@@ -140,7 +201,11 @@ def _make_runner(
     if not quiet:
         print(memory, file=sys.stderr)
     if config.kv_dtype is not None and kv_scales is None:
-        kv_scales = measure_kv_scales(model)
+        if is_abstract(model):
+            shape = model.config  # its scales come with its weights
+            kv_scales = np.ones((shape.num_layers, 2, shape.num_kv_heads), np.float32)
+        else:
+            kv_scales = measure_kv_scales(model)
     buckets = bucket_sizes(sizes, config.buckets)
     return Runner(
         model,
@@ -154,7 +219,13 @@ def _make_runner(
 
 
 def _compile(
-    runner: Runner, config: EngineConfig, quiet: bool, *, behind: bool = False
+    runner: Runner,
+    config: EngineConfig,
+    quiet: bool,
+    steps: _Steps,
+    *,
+    behind: bool = False,
+    weights: Callable[[], Weights] | None = None,
 ) -> None:
     """Compile all programs, with a progress bar for those that are waited for."""
     cache = None
@@ -163,5 +234,11 @@ def _compile(
         cache = ProgramCache(config.program_cache, runner.devices)
     programs = list(runner.programs())
     total = len(runner.table.order(programs)[0] if behind else programs)
+    steps.programs(total)
     with progress_bar("compile", False if quiet else None, total) as advance:
-        runner.compile(lambda: advance(1), cache, behind=behind)
+
+        def compiled() -> None:
+            advance(1)
+            steps.compiled()
+
+        runner.compile(compiled, cache, behind=behind, weights=weights)

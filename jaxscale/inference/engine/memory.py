@@ -3,6 +3,7 @@
 Legend: S slots, P pages, G tokens of a page.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -15,13 +16,17 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jaxscale.inference.engine.config import EngineConfig
+from jaxscale.inference.engine.kv_scales import FP8
 from jaxscale.inference.engine.scheduling.scheduler_config import (
     SchedulerConfig,
     bucket_sizes,
     decode_sizes,
 )
+from jaxscale.inference.engine.scheduling.scheduler_output import KEY_BLOCK
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.decoder import Decoder
+from jaxscale.models.serving import is_abstract
+from pallas_kernels.varlen_attention.paged import gathers_pages
 
 
 _SLOTS = (1024, 512, 256)
@@ -64,7 +69,7 @@ def fit(
     """The sizes with as many pages as fit on the devices, and slots for them.
 
     Args:
-        model: A result of `Decoder.for_inference`.
+        model: A result of `Decoder.for_inference`, maybe abstract.
         config: The other sizes.
         options: What is given: pages, slots, share of the memory.
 
@@ -89,15 +94,25 @@ def fit(
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         available = int(options.memory_fraction * stats["bytes_limit"])
-        taken = max(int(stats.get("bytes_in_use", 0)), weights)
+        used = int(stats.get("bytes_in_use", 0))
+        taken = used + weights if is_abstract(model) else max(used, weights)
     else:
         # A CPU shares its memory with everything else.
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         available, taken = int(options.memory_fraction * free) // 2, weights
 
+    mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        pages_dtype = model.dtype if options.kv_dtype is None else FP8
+        gathers = gathers_pages(
+            model.dtype, pages_dtype, shape.head_dim, config.page_size
+        )
+
     def fitted(config: SchedulerConfig) -> tuple[int, int]:
         """Bytes for computation, and the pages that there is room for."""
-        size = computation_size(shape, config, itemsize, options.buckets)
+        size = computation_size(
+            shape, config, itemsize, options.buckets, gathers=gathers
+        )
         room = (available - taken - size) // page
         if len(where.addressable_devices) < len(where.device_set):
             # All hosts have the pages of the one with the least memory.
@@ -157,13 +172,23 @@ def computation_size(
     config: SchedulerConfig,
     itemsize: int,
     buckets: Sequence[int] | None = None,
+    *,
+    gathers: bool,
 ) -> int:
-    """Maximum bytes that programs need on a device besides weights and pages."""
-    # Activations of a prefill, and the keys and values that it reads.
+    """Maximum bytes that programs need on a device besides weights and pages.
+
+    Args:
+        model: The shape of the model.
+        config: The sizes.
+        itemsize: Bytes of an activation.
+        buckets: As for `Runner`.
+        gathers: Whether a prefill gathers the keys and values that it reads.
+    """
     width = 4 * model.d_model + 3 * model.d_ff + 3 * model.num_heads * model.head_dim
-    keys = config.keys_budget + 128 * config.prefill_requests
-    read = 3 * keys * 2 * model.num_kv_heads * model.head_dim
-    prefill = (config.prefill_tokens * width + read) * itemsize
+    prefill = config.prefill_tokens * width * itemsize
+    if gathers:
+        keys = config.keys_budget + KEY_BLOCK * config.prefill_requests
+        prefill += 3 * keys * 2 * model.num_kv_heads * model.head_dim * itemsize
     # Logits, and the temporaries of the full sampler.
     decoded = decode_sizes(config, bucket_sizes(config, buckets))
     rows = max(128, *(bucket * (1 + drafts) for bucket, _, drafts in decoded))

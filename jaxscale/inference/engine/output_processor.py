@@ -50,6 +50,9 @@ class OutputProcessor:
             None if tokenizer is None else TextStream(tokenizer, request.prompt, params)
             for _ in range(params.n)
         ]
+        self._plain = not (
+            tokenizer or matcher or self.rules or self._wants_logprobs
+        )  # outputs are tokens, as most are
         self._scores: list[TokenLogprobs | None] = [None]
         self._news: dict[int, Output] = {}
         if params.prompt_logprobs is not None and len(request.prompt) == 1:
@@ -88,6 +91,9 @@ class OutputProcessor:
         news = self._news.get(c.index)
         if news is None:
             news = self._news[c.index] = Output(request=self._id, index=c.index)
+        if self._plain:
+            news.tokens += tuple(tokens)
+            return None
         verdict: FinishReason | None = None
         if self.rules:
             self.rules[c.index].accept(tokens)

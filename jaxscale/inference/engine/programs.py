@@ -84,6 +84,8 @@ class DecodePrograms:
     """N."""
     ngrams: tuple[int, int] = (1, 1)
     """Shortest and longest n-gram of the draft lookup."""
+    gathers: bool = False
+    """Whether attention of prompts gathers keys and values instead of reading pages."""
 
     def model(self, params: tuple[Array, ...]) -> Decoder:
         """The module with these parameters."""
@@ -255,7 +257,9 @@ class DecodePrograms:
         x = self._unpacked(packed, num_tokens, slots, adapted)
         if adapted:
             model = use_adapters(model, x.adapters[None])
-        state = PagedChunks(positions=x.positions[None], **_chunks(pages, x, num_keys))
+        state = PagedChunks(
+            positions=x.positions[None], **self._chunks(pages, x, num_keys)
+        )
         hidden, state = model.run(x.tokens[None], state)
         pages = pages._replace(kv=state.pages)
         hidden = constrain(hidden, ("batch", None, "act_embed"), model.rules)
@@ -287,7 +291,7 @@ class DecodePrograms:
         length = jnp.where(num_new > 0, rows[:, Column.LENGTH], 0)
         state = PagedMixed(
             positions=jnp.concatenate([x.positions, length])[None],
-            **_chunks(pages, x, num_keys),
+            **self._chunks(pages, x, num_keys),
             table=rows[:, Column.TABLE :],
             lengths=length,
             num_new=num_new,
@@ -316,6 +320,21 @@ class DecodePrograms:
         n, width = self.num_chunks, slots.shape[1] - Column.TABLE
         x = PrefillBatch.sizes(num_tokens, n, width, adapted=adapted).split(packed)
         return x._replace(table=x.table.reshape(n, width))
+
+    def _chunks(self, pages: Pages, x: PrefillBatch, max_keys: int) -> dict[str, Any]:
+        """The pages and the chunks of a prefill, as `PagedChunks` takes them."""
+        # What gathers leaves out what is past the end of a sequence.
+        kv = pages.kv if self.gathers else clear_tails(pages.kv, x.table, x.ends)
+        return {
+            "pages": kv,
+            "scales": pages.scales,
+            "layer": jnp.int32(0),
+            "rows": x.rows,
+            "cu_q": x.cu_q,
+            "prompt_table": x.table,
+            "ends": x.ends,
+            "max_keys": max_keys,
+        }
 
     def remember(
         self,
@@ -384,20 +403,6 @@ def _logits(
     hidden, state = model.run(tokens.reshape(-1, 1), state)
     logits = _unembed(model, hidden[:, 0])
     return pages._replace(kv=state.pages), logits, state.workspace
-
-
-def _chunks(pages: Pages, x: PrefillBatch, max_keys: int) -> dict[str, Any]:
-    """The pages and the chunks of a prefill, as `PagedChunks` takes them."""
-    return {
-        "pages": clear_tails(pages.kv, x.table, x.ends),
-        "scales": pages.scales,
-        "layer": jnp.int32(0),
-        "rows": x.rows,
-        "cu_q": x.cu_q,
-        "prompt_table": x.table,
-        "ends": x.ends,
-        "max_keys": max_keys,
-    }
 
 
 def _ends(x: PrefillBatch) -> Int[Array, "N"]:

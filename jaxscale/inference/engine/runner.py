@@ -4,8 +4,10 @@ Legend: S slots, B bucket, W pages of a request, L layers, P pages, K key/value 
 tokens of a page, H head dim, V vocabulary, T tokens per prefill.
 """
 
+import concurrent.futures
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -64,6 +66,18 @@ _MANY_ROWS = {"xla_gpu_enable_triton_gemm": False}
 # 8 layers on an H200 by 5% for 64 rows and 6% for 128. For 2 and 32 Triton's are.
 
 
+type Weights = tuple[Decoder, np.ndarray | None]
+"""A model that was abstract, and the scales of its cache."""
+
+
+class OtherModel(ValueError):
+    """The weights of a model are not as it was described."""
+
+    def __init__(self, model: Decoder, kv_scales: np.ndarray | None) -> None:
+        super().__init__("the weights are of another model than the one described")
+        self.weights: Weights = (model, kv_scales)
+
+
 class Runner:
     """The state of the engine on the device, and the programs that update it.
 
@@ -99,7 +113,8 @@ class Runner:
         """Prepare the model; `compile` makes the state.
 
         Args:
-            model: A decoder; `Decoder.for_inference` is applied.
+            model: A decoder; `Decoder.for_inference` is applied. It may be abstract
+                until `compile` reads its weights.
             config: The sizes.
             prefill_tokens: T of the prefill programs, the largest
                 ``config.prefill_tokens``; by default that, a quarter of it, and a
@@ -140,23 +155,24 @@ class Runner:
                 f"adapters of config are {list(config.adapters)}, but the model has "
                 f"{list(adapter_names(model))}; name the same"
             )
-        ngrams = config.shortest_ngram, config.longest_ngram
-
-        def flat(model: Decoder) -> tuple[tuple[Array, ...], DecodePrograms]:
-            leaves, tree = jax.tree.flatten(model)
-            programs = DecodePrograms(tree, config.prefill_requests, ngrams)
-            return tuple(leaves), programs
-
-        self.params, self._programs = flat(with_adapters(model, {}))
-        self.adapted_params, self._adapted = flat(model)
-        where = self.params[0].sharding
+        where = jax.tree.leaves(model)[0].sharding
         mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
         self.mesh: Mesh | None = mesh
         self.devices = list(where.device_set if mesh is None else mesh.devices.flat)
         self._sums(self.buckets[0])  # raises
-        self._prefills = prefill_programs(
-            config, prefill_tokens, gathers=self._gathers()
-        )
+        ngrams = config.shortest_ngram, config.longest_ngram
+        gathers = self._gathers()
+
+        def flat(model: Decoder) -> tuple[tuple[Any, ...], DecodePrograms]:
+            leaves, tree = jax.tree.flatten(model)
+            programs = DecodePrograms(
+                tree, config.prefill_requests, ngrams, gathers=gathers
+            )
+            return tuple(leaves), programs
+
+        self.params, self._programs = flat(with_adapters(model, {}))
+        self.adapted_params, self._adapted = flat(model)
+        self._prefills = prefill_programs(config, prefill_tokens, gathers=gathers)
         adapted = bool(config.adapters)
         self.table = ProgramTable(self.buckets, self._prefills, adapted=adapted)
         """The compiled programs."""
@@ -208,7 +224,7 @@ class Runner:
             yield from self._model_programs(self._adapted, self.adapted_params, ADAPTED)
 
     def _model_programs(
-        self, programs: DecodePrograms, params: tuple[Array, ...], kind: str
+        self, programs: DecodePrograms, params: tuple[Any, ...], kind: str
     ) -> Iterator[Program]:
         """Those of `programs` that compute the model, whose names end with `kind`."""
         config, jit = self.config, self._jit
@@ -256,6 +272,7 @@ class Runner:
         cache: ProgramCache | None = None,
         *,
         behind: bool = False,
+        weights: Callable[[], Weights] | None = None,
     ) -> None:
         """Compile all programs, several at a time, and make the state.
 
@@ -264,20 +281,59 @@ class Runner:
             cache: Cache of compiled programs.
             behind: Wait for the few that can do everything, and go on with the rest in
                 the background.
+            weights: Reads the weights of an abstract model, meanwhile.
+
+        Raises:
+            OtherModel: the weights are of another model.
         """
         first, later = list(self.programs()), []
         if behind:
             first, later = self.table.order(first)
-        self.table.compile(
-            first,
-            later,
-            scope=self._on_mesh,
-            cache=cache,
-            placement=repr((self._sharding(PAGES_AXES), self._sharding())),
-            progress=progress,
-        )
+        compiled: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def compile_all() -> None:
+            try:
+                self.table.compile(
+                    first,
+                    later,
+                    scope=self._on_mesh,
+                    cache=cache,
+                    placement=repr((self._sharding(PAGES_AXES), self._sharding())),
+                    progress=progress,
+                )
+            except BaseException as error:  # it comes out where it is awaited
+                compiled.set_exception(error)
+            else:
+                compiled.set_result(None)
+
+        if weights is None:
+            compile_all()
+        else:
+            threading.Thread(target=compile_all, name="compile", daemon=True).start()
+            try:
+                self._take(*weights())
+            except BaseException:
+                self.table.stop()
+                raise
+        compiled.result()
         self.reset()
         self._separators = reserve_small(self.devices)
+
+    def _take(self, model: Decoder, kv_scales: np.ndarray | None) -> None:
+        """Use the weights of a model that was abstract until now."""
+        plain, adapted = (
+            jax.tree.flatten(each) for each in (with_adapters(model, {}), model)
+        )
+        for (leaves, tree), shapes, programs in (
+            (plain, self.params, self._programs),
+            (adapted, self.adapted_params, self._adapted),
+        ):
+            if tree != programs.tree or [*map(_shape_of, leaves)] != [
+                *map(_shape_of, shapes)
+            ]:
+                raise OtherModel(model, kv_scales)
+        self.params, self.adapted_params = tuple(plain[0]), tuple(adapted[0])
+        self._kv_scales = check_scales(model.config, kv_scales)
 
     def reset(self) -> None:
         """An empty state."""
@@ -541,5 +597,5 @@ def _decode_key(bucket: int, steps: int, drafts: int, kind: str) -> Key:
     return (("speculate" if drafts else "decode") + kind, bucket, steps)
 
 
-def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
+def _shape_of(x: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

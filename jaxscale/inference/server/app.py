@@ -143,13 +143,13 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         """200 while requests are accepted, 503 while loading, draining or dead.
 
         They are before all programs are compiled: larger ones stand in for those that
-        are not.
+        are not. While the model is loaded, ``programs`` are those that are waited for.
         """
-        is_ready = service.state == "ready"
-        body: dict[str, Any] = {"status": service.state}
-        if is_ready:
-            body |= zip(("compiled", "programs"), service.load().programs, strict=True)
-        return JSONResponse(body, 200 if is_ready else 503)
+        state = service.state
+        body: dict[str, Any] = {"status": state}
+        if state in ("ready", "loading"):
+            body |= service.progress
+        return JSONResponse(body, 200 if state == "ready" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

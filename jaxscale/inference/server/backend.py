@@ -3,14 +3,14 @@
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.engine.async_engine import AsyncEngine
 from jaxscale.inference.engine.engine import Engine
-from jaxscale.inference.engine.make import freeze_gc_heap
+from jaxscale.inference.engine.make import Progress, freeze_gc_heap
 from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
 from jaxscale.inference.engine.scheduling.scheduler_output import Counts, SchedulerEvent
 from jaxscale.inference.engine.timeline import Timeline
@@ -20,6 +20,7 @@ from jaxscale.inference.request import Request
 from jaxscale.inference.text_bound import TextBound
 from jaxscale.inference.tools import ToolFormat
 from jaxscale.models.tokenizer import Tokenizer
+from jaxscale.observability.trace_events import Event
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ class Load:
     """What has happened since the start."""
     programs: tuple[int, int] = (0, 0)
     """Programs that are compiled, and all that there will be."""
+    scores_prompts: bool = True
+    """Whether prompts can have log-probabilities by now."""
 
     @property
     def kv_usage(self) -> float:
@@ -78,7 +81,7 @@ class Backend(Protocol):
         """Have events, and the ends of ticks, reported on any thread."""
         ...
 
-    def recorded(self) -> AbstractContextManager[Timeline]:
+    def recorded(self) -> "AbstractContextManager[Recording]":
         """Record the steps of the engine in this block, which may begin and end on
         different threads.
         """
@@ -93,26 +96,39 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class Recording(Protocol):
+    """What a `Timeline` tells in the end."""
+
+    def shares(self) -> object:
+        """Who took how much of the time, as a text."""
+        ...
+
+    def events(self) -> Iterable[Event]:
+        """The events of a trace."""
+        ...
+
+
 class EngineBackend:
     """An `Engine` as the server sees it."""
 
     def __init__(self, engine: Engine) -> None:
         """Wrap an engine that was started; `close` ends it."""
-        self._engine, self._async = engine, AsyncEngine(engine)
+        self.engine, self._async = engine, AsyncEngine(engine)
 
     @property
     def config(self) -> SchedulerConfig:
         """Sizes."""
-        return self._engine.scheduler.config
+        return self.engine.scheduler.config
 
     def freeze_gc_heap(self) -> None:
         """See `jaxscale.inference.engine.make.freeze_gc_heap`."""
-        freeze_gc_heap(self._engine)
+        freeze_gc_heap(self.engine)
 
     @property
     def error(self) -> BaseException | None:
         """Why it is dead; None while it lives."""
-        return self._engine.error
+        return self.engine.error
 
     def generate(self, request: Request) -> AsyncGenerator[Output]:
         """The request's outputs; closing the iterator aborts it."""
@@ -120,7 +136,7 @@ class EngineBackend:
 
     def load(self) -> Load:
         """How busy it is, as of a moment ago."""
-        scheduler = self._engine.scheduler
+        scheduler = self.engine.scheduler
         return Load(
             waiting=scheduler.num_waiting,
             waiting_tokens=scheduler.waiting_tokens,
@@ -128,29 +144,62 @@ class EngineBackend:
             pages_held=scheduler.pool.num_held,
             pages=scheduler.pool.num_pages,
             counts=dataclasses.replace(scheduler.counts),
-            programs=self._engine.runner.table.num_compiled,
+            programs=self.engine.runner.table.num_compiled,
+            scores_prompts=self.engine.scores_prompts,
         )
 
     def observe(
         self, on_event: Callable[[SchedulerEvent], None], on_tick: Callable[[], None]
     ) -> None:
         """Have events and the ends of ticks reported, on the engine's thread."""
-        self._engine.observers.append(on_event)
-        self._engine.after_step.append(on_tick)
+        self.engine.observers.append(on_event)
+        self.engine.after_step.append(on_tick)
 
     def recorded(self) -> AbstractContextManager[Timeline]:
         """Record the steps of the engine in this block."""
-        return self._engine.recorded()
+        return self.engine.recorded()
 
     def drain(self) -> None:
         """Refuse what comes from now on; what is here goes on."""
-        self._engine.drain()
+        self.engine.drain()
 
     def close(self) -> None:
         """End what is still here; blocks."""
-        self._engine.close(timeout=0)
-        if self._engine.compiler is not None:
-            self._engine.compiler.close()
+        self.engine.close(timeout=0)
+        if self.engine.compiler is not None:
+            self.engine.compiler.close()
+
+
+class Loading:
+    """A function that loads a model, and how far it is.
+
+    Example:
+        >>> load = Loading(lambda progress: progress(1, 5, False))
+        >>> load()
+        >>> load.state
+        {'compiled': 1, 'programs': 5, 'weights': 'loading'}
+    """
+
+    def __init__(self, load: Callable[[Progress], Any]) -> None:
+        """Nothing has happened.
+
+        Args:
+            load: Loads it, and tells its argument how far it is.
+        """
+        self._load = load
+        self.state: dict[str, Any] = {}
+        """What ``/ready`` says of it."""
+        self.on_change: Callable[[dict[str, Any]], None] = lambda state: None
+        """Told of changes, on any thread."""
+
+    def __call__(self) -> Any:
+        """The model."""
+        return self._load(self._tell)
+
+    def _tell(self, compiled: int, programs: int, read: bool) -> None:
+        weights = "loaded" if read else "loading"
+        self.state = {"compiled": compiled, "programs": programs, "weights": weights}
+        self.on_change(self.state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """The model of a directory, ready to be served."""
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +15,13 @@ from jaxscale.checks import check_choice
 from jaxscale.inference.chat import ChatTemplate
 from jaxscale.inference.encoder.encoder import Encoder
 from jaxscale.inference.engine.config import EngineConfig
-from jaxscale.inference.engine.make import make_engine
+from jaxscale.inference.engine.make import Progress, make_engine
 from jaxscale.inference.grammar import GrammarCompiler
-from jaxscale.inference.lora_modules import LoraModules, load_decoder
+from jaxscale.inference.lora_modules import (
+    LoraModules,
+    describe_decoder,
+    load_decoder,
+)
 from jaxscale.inference.reasoning import ReasoningFormat
 from jaxscale.inference.request import SamplingParams
 from jaxscale.inference.run_directory import is_encoder_run, is_run
@@ -99,6 +104,7 @@ def served(
     dtype: DTypeLike | None = None,
     quantization: Quantization | None = None,
     lora_modules: LoraModules | None = None,
+    progress: Progress | None = None,
 ) -> Served:
     """The model of a directory, compiled, its engine started.
 
@@ -116,6 +122,7 @@ def served(
         dtype: Type of the computation; by default that of the file.
         quantization: Weights of 8 bits of a decoder; None keeps those of the file.
         lora_modules: Directories of a decoder's adapters, by model name in requests.
+        progress: As for `make_engine`.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -125,7 +132,7 @@ def served(
     path = Path(path)
     name = name or path.resolve().name
     options: dict[str, Any] = {"mesh": mesh, "rules": rules, "dtype": dtype}
-    if _is_encoder(path):
+    if is_encoder(path):
         if jax.process_count() > 1:
             raise ValueError(
                 f"{path} holds an encoder, which one process serves: start it alone"
@@ -153,8 +160,15 @@ def served(
             "another"
         )
     options |= {"quantization": quantization, "lora_modules": lora_modules}
+    model, weights = None, None
+    if jax.process_count() == 1:
+        model = describe_decoder(path, **options)
+    if model is None:
+        model = load_decoder(path, **options)
+    else:
+        weights = functools.partial(load_decoder, path, **options)
     return text_model(
-        load_decoder(path, **options),
+        model,
         Tokenizer.from_file(path),
         name=name,
         engine=engine,
@@ -163,10 +177,13 @@ def served(
         adapters=adapters,
         eos_ids=generation.eos_ids,
         defaults=defaults_of(generation) if sampling_defaults else {},
+        weights=weights,
+        progress=progress,
     )
 
 
-def _is_encoder(path: str | Path) -> bool:
+def is_encoder(path: str | Path) -> bool:
+    """Whether a directory holds an encoder."""
     if is_run(path):
         return is_encoder_run(path)
     settings = sentence_settings(Path(path))
@@ -185,6 +202,8 @@ def text_model(
     adapters: Mapping[str, str] | None = None,
     eos_ids: Sequence[int] = (),
     defaults: Mapping[str, Any] | None = None,
+    weights: Callable[[], Decoder] | None = None,
+    progress: Progress | None = None,
 ) -> TextModel:
     """A decoder, compiled, its engine started.
 
@@ -199,6 +218,8 @@ def text_model(
         eos_ids: EOS tokens besides the tokenizer's.
         defaults: Settings of `SamplingParams` for what a request leaves out; logged at
             the start.
+        weights: As for `make_engine`.
+        progress: As for `make_engine`.
 
     Raises:
         ValueError: sizes do not fit, or the template is malformed.
@@ -234,6 +255,8 @@ def text_model(
         eos_ids=sorted(ends),
         compiler=compiler,
         wait=False,
+        weights=weights,
+        progress=progress,
     )
     return TextModel(
         name=name,

@@ -106,6 +106,7 @@ def serve(
     port: int = 8000,
     access_log: bool = False,
     on_bound: Callable[[int], None] = lambda port: None,
+    own_process: bool = False,
 ) -> bool:
     """Serve a model until SIGTERM or Ctrl-C.
 
@@ -116,6 +117,8 @@ def serve(
         port: Port to listen at.
         access_log: Log one line per request.
         on_bound: Called with the port once it is listened at.
+        own_process: Answer HTTP in another process, so that the engine's thread does
+            not share Python with it; the model's backend is an `EngineBackend` then.
 
     Returns:
         Whether the model was loaded and all its programs compiled. False: a thread is
@@ -125,9 +128,17 @@ def serve(
         OSError: the address cannot be listened at.
         Exception: what `load` raises.
     """
-    server = make_server(load, _named(config, host), access_log=access_log)
+    config = _named(config, host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=2048) as listener:
+    listener = socket.create_server((host, port), family=family, backlog=2048)
+    if own_process:
+        from jaxscale.inference.server.front import serve_in_front
+
+        with listener:
+            on_bound(listener.getsockname()[1])
+            return serve_in_front(load, config, listener, access_log=access_log)
+    with listener:
+        server = make_server(load, config, access_log=access_log)
         on_bound(listener.getsockname()[1])
         server.run([listener])
     if server.service.failure is not None:

@@ -8,12 +8,13 @@ import hmac
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from jaxscale.inference.request import Draining, EngineDead
-from jaxscale.inference.server.backend import Load, TextModel
+from jaxscale.inference.server.backend import Load, Loading, TextModel
 from jaxscale.inference.server.calls import Caller, LongTexts, longest_waiting
 from jaxscale.inference.server.config import ServerConfig
 from jaxscale.inference.server.errors import ApiError
@@ -107,6 +108,13 @@ class Service:
         if model is None:
             return Load()
         return (model.backend if isinstance(model, TextModel) else model).load()
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """How far it is with programs and weights, as far as that is known."""
+        if self.model is None:
+            return self._load.state if isinstance(self._load, Loading) else {}
+        return dict(zip(("compiled", "programs"), self.load().programs, strict=True))
 
     @property
     def error(self) -> BaseException | None:

@@ -7,8 +7,7 @@ from fastapi import FastAPI
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
-from jaxscale.inference.engine.timeline import Timeline
-from jaxscale.inference.server.backend import Backend
+from jaxscale.inference.server.backend import Backend, Recording
 from jaxscale.inference.server.errors import ApiError
 from jaxscale.inference.server.service import Service
 
@@ -16,7 +15,7 @@ from jaxscale.inference.server.service import Service
 def add_trace(app: FastAPI, service: Service) -> None:
     """Routes that record the engine, where the settings allow it."""
     recording = contextlib.ExitStack()
-    timelines: list[Timeline] = []
+    timelines: list[Recording] = []
 
     def backend() -> Backend:
         if not service.config.allow_trace:

@@ -61,6 +61,7 @@ def load(
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
     quantization: Quantization | None = None,
+    abstract: bool = False,
     **options: Any,
 ) -> Decoder | EncoderModel:
     """The model of a Hugging Face directory, on the devices of `mesh`.
@@ -80,6 +81,8 @@ def load(
         quantization: Type of the weights of a decoder for inference, as
             `jaxscale.models.quantize` makes them; each block is quantized as soon as it
             is read, so that at most one is on the device unquantized.
+        abstract: Read no weights: the parameters are shapes that say where they are to
+            be. Without `quantization`.
         **options: Further arguments of `Decoder` or `EncoderModel`, for example
             ``remat="full"``.
 
@@ -118,7 +121,10 @@ def load(
         rules = serving_rules(rules)
         mesh = None if mesh is None else serving_mesh(mesh)
 
-    files.checkpoint.check_weights()
+    if abstract and quantization is not None:
+        raise ValueError(f"abstract models have no quantization, got {quantization!r}")
+    if not abstract:
+        files.checkpoint.check_weights()
 
     def make(dtype: DTypeLike, param_dtype: DTypeLike) -> Any:
         return files.make(
@@ -144,6 +150,7 @@ def load(
         else functools.partial(
             quantize_read, weights=quantization, mesh=mesh, rules=rules
         ),
+        abstract=abstract,
     )
     if quantization is None:
         return model

@@ -46,6 +46,7 @@ def read_model[M](
     ignored: Sequence[str],
     tied: Mapping[str, str],
     each_block: Callable[[Any, int], Any] | None = None,
+    abstract: bool = False,
 ) -> M:
     """The model that `make` describes with the values of the file.
 
@@ -64,6 +65,8 @@ def read_model[M](
         each_block: Called with each block of the stack, all of whose parameters are in
             the file, and its number, as soon as it is read; the model gets the returned
             blocks. None keeps the stack.
+        abstract: Return the shapes of the parameters, and where they are to be,
+            instead of reading them.
 
     Raises:
         ValueError: a tensor is missing, unexpected or of the wrong shape or type.
@@ -75,14 +78,20 @@ def read_model[M](
         return make(main_dtype if dtype is None else dtype, main_dtype)
 
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        abstract = jax.eval_shape(init)
-    shapes = {name: leaf.shape for name, leaf in parameters_of(abstract).items()}
-    in_files = shapes_in_files(abstract)
+        described = jax.eval_shape(init)
+    shapes = {name: leaf.shape for name, leaf in parameters_of(described).items()}
+    in_files = shapes_in_files(described)
     check_tensors(checkpoint, maps, in_files, ignored, tied)
     if mesh is None:
         places = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
     else:
-        places = parameters_of(shardings(abstract, mesh, rules))
+        places = parameters_of(shardings(described, mesh, rules))
+    if abstract:
+        leaves = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[name])
+            for name, leaf in parameters_of(described).items()
+        ]
+        return jax.tree.unflatten(jax.tree.structure(described), leaves)
     sources = {name: entry for entry in maps for name in entry.parameters}
     new = [name for name in shapes if name not in sources]
     values = {}
@@ -103,9 +112,9 @@ def read_model[M](
             before = values[name]
     # The blocks of the stack are none yet.
     leaves = [values.get(name) for name in shapes]
-    model: Any = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    model: Any = jax.tree.unflatten(jax.tree.structure(described), leaves)
     if each_block is not None:
-        one = jax.eval_shape(lambda model: single_block(model.blocks, 0), abstract)
+        one = jax.eval_shape(lambda model: single_block(model.blocks, 0), described)
         where = [_of_one_block(places[name]) for name in apart]
         blocks = []
         for layer in range(shapes[apart[0]][0]):

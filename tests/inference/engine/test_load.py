@@ -112,7 +112,7 @@ def test_long_prompts_among_short_ones():
 
 
 @pytest.mark.parametrize(
-    ("logprobs", "text", "most"), [(None, False, 6), (0, False, 7), (None, True, 8)]
+    ("logprobs", "text", "most"), [(None, False, 4), (0, False, 5), (None, True, 6)]
 )
 def test_calls_of_a_step(logprobs, text, most):
     """What a row costs the engine's thread, from its token to its client."""

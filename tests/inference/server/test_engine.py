@@ -249,7 +249,7 @@ def test_ten_times_too_much(harness, llama):
     ticks, ended = itertools.count(), []
 
     async def test(client):
-        engine = model.backend._engine
+        engine = model.backend.engine
 
         def tick():
             now = next(ticks)
@@ -306,7 +306,7 @@ def test_deadlines(harness, model, stream):
 def test_a_client_that_leaves(harness, model, stream):
     async def test(_):
         body = {"prompt": "to", "max_tokens": 60, "ignore_eos": True, "n": 8}
-        with in_step(model.backend._engine):
+        with in_step(model.backend.engine):
             client = Client(harness.app, {**body, "stream": stream})
             await settle(lambda: model.backend.load().running)
             client.left.set()
@@ -323,7 +323,7 @@ def test_a_dead_engine(harness, model, monkeypatch):
         def broken(*_, **__):
             raise RuntimeError("out of memory")
 
-        runner = model.backend._engine.runner
+        runner = model.backend.engine.runner
         monkeypatch.setattr(runner, "decode", broken)
         monkeypatch.setattr(runner, "prefill", broken)
         calls = [client.post(PATH, json={"prompt": "to"}) for _ in range(3)]

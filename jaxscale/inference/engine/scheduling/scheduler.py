@@ -477,11 +477,29 @@ class Scheduler:
     ) -> list[Progress]:
         news = []
         steps, drafts, replayed = plan.steps, plan.drafts, plan.replayed
+        flat, size, live = drawn.flat, self.config.page_size, SequenceStatus.DECODE
         for row, c in enumerate(plan.rows):
-            if c is None or c.state is not SequenceStatus.DECODE or c.placed > tick:
+            if c is None or c.state is not live or c.placed > tick:
                 continue
             c.pending -= steps * (1 + drafts)
             c.due -= steps
+            if flat and not drawn.flags[row] and row not in replayed:
+                token, tokens = drawn.tokens[row], c.tokens
+                stays = token >= 0 and token not in c.stops
+                if stays and len(tokens) + 1 < c.limit:
+                    # As nearly all rows of nearly all steps.
+                    tokens.append(token)
+                    c.kv += 1
+                    self.counts.drawn_tokens += 1
+                    if c.kv >= (c.named + 1) * size:
+                        self._tables.name(c)
+                    values = drawn.logprobs
+                    if values is None or c.request.params.logprobs is None:
+                        logprobs: abc.Sequence[float] = ()
+                    else:
+                        logprobs = (values[row],)
+                    news.append(Progress(c, (token,), logprobs, row, True, None))
+                    continue
             if drafts:
                 self.counts.add_drafts(drawn, row)
             if row in replayed:

@@ -6,7 +6,7 @@ Legend: S slots, B bucket, R tokens per step (1 + draft tokens), G tokens per pa
 import dataclasses
 from collections import abc
 from collections.abc import Callable, Collection
-from typing import Literal
+from typing import Any, Literal
 
 from jaxscale.inference.engine.scheduling.sequence import Sequence
 from jaxscale.inference.output import FinishReason
@@ -128,28 +128,37 @@ class SchedulerOutput:
 class Drawn:
     """The results of a dispatch: [n, B, R] of a decode, [1, chunks, 1] of a prefill.
 
+    Where a row has at most one token, as mostly, they may be flat, [B].
+
     Example:
         >>> flags = [[[1], [0]], [[0], [0]]]
         >>> drawn = Drawn(tokens=[[[7], [5]], [[-1], [6]]], flags=flags)
         >>> drawn.of_row(0), drawn.of_row(1)
         (([7], [1], []), ([5, 6], [0, 0], []))
+        >>> Drawn(tokens=[7, -1], flags=[1, 0], flat=True).of_row(0)
+        ([7], [1], [])
     """
 
-    tokens: abc.Sequence[abc.Sequence[abc.Sequence[int]]]
+    tokens: abc.Sequence[Any]
     """Token ids; -1 if a row has none."""
-    flags: abc.Sequence[abc.Sequence[abc.Sequence[int]]]
+    flags: abc.Sequence[Any]
     """Bits of `batch_rows.OutFlag`."""
-    logprobs: abc.Sequence[abc.Sequence[abc.Sequence[float]]] | None = None
+    logprobs: abc.Sequence[Any] | None = None
     """Log-probabilities in nats; None if not requested."""
+    flat: bool = False
+    """Whether they are [B]."""
 
     def of_row(
         self, row: int
     ) -> tuple[abc.Sequence[int], abc.Sequence[int], abc.Sequence[float]]:
         """Tokens, flags and log-probabilities of a row, without empty places."""
-        values, steps = self.logprobs, [step[row] for step in self.tokens]
-        if len(steps) == 1 and len(steps[0]) == 1 and steps[0][0] >= 0:  # usually
-            found = [] if values is None else values[0][row]
-            return steps[0], self.flags[0][row], found
+        values = self.logprobs
+        if self.flat:
+            if self.tokens[row] < 0:
+                return [], [], []
+            found = [] if values is None else [values[row]]
+            return [self.tokens[row]], [self.flags[row]], found
+        steps = [step[row] for step in self.tokens]
         places = [
             (i, r) for i, step in enumerate(steps) for r in range(len(step))
             if step[r] >= 0
@@ -161,7 +170,7 @@ class Drawn:
         return tokens, flags, [values[i][row][r] for i, r in places]
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True)
 class Progress:
     """Progress of a sequence from the results of a plan."""
 

@@ -1,0 +1,137 @@
+"""A start compiles while it reads weights, and says how far it is."""
+
+import asyncio
+import dataclasses
+import threading
+
+import httpx2
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxscale.inference import EngineConfig, SamplingParams
+from jaxscale.inference.lora_modules import describe_decoder, load_decoder
+from jaxscale.inference.request import Request
+from jaxscale.inference.server import ServerConfig, create_app, load
+from jaxscale.inference.server.backend import Loading
+from jaxscale.models import Decoder, Tokenizer, preset, save
+from jaxscale.sharding import REPLICATED, fsdp_tp, make_mesh
+from tests.inference.server.conftest import WAIT, Harness
+
+
+SIZES = EngineConfig(
+    num_slots=2, buckets=(2,), prefill_tokens=(16,), page_size=8, max_len=64, steps=1
+)
+FOUR = dataclasses.replace(preset("llama_tiny"), vocab_size=289, num_kv_heads=4)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    tokenizer = Tokenizer.train(["to be or not to be"], 280)
+    save(Decoder(FOUR, rngs=nnx.Rngs(0)), path, tokenizer=tokenizer)
+    return path
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_a_model_is_described_as_it_is_read(directory, split, dtype):
+    where = {"mesh": None, "rules": REPLICATED}
+    if split:  # a table of 289 tokens is padded
+        where = {"mesh": make_mesh({"tensor": 4}, jax.devices()[:4])}
+        where["rules"] = fsdp_tp()
+    options = {**where, "lora_modules": None, "dtype": dtype}
+    described = describe_decoder(directory, **options)
+    made = load_decoder(directory, **options)
+    assert jax.tree.structure(described) == jax.tree.structure(made)
+    for shape, leaf in zip(*map(jax.tree.leaves, (described, made)), strict=True):
+        assert (shape.shape, shape.dtype) == (leaf.shape, leaf.dtype)
+        assert shape.sharding == leaf.sharding
+    assert describe_decoder(directory, **options, quantization="int8") is None
+
+
+def answer(model):
+    """Greedy tokens after a prompt."""
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    request = Request(prompt=model.encode("to be"), params=params)
+
+    async def run():
+        return [t async for o in model.backend.generate(request) for t in o.tokens]
+
+    try:
+        return asyncio.run(run())
+    finally:
+        model.backend.close()
+
+
+def test_programs_do_not_wait_for_weights(directory, monkeypatch):
+    """Weights come once all first programs are compiled, and are those that count."""
+    compiled, told, read = threading.Event(), [], load.load_decoder
+
+    def late(*args, **kwargs):
+        assert compiled.wait(WAIT)
+        return read(*args, **kwargs)
+
+    def progress(count, of, there):
+        told.append((count, of, there))
+        if count == of:
+            compiled.set()
+
+    monkeypatch.setattr(load, "load_decoder", late)
+    found = answer(load.served(directory, engine=SIZES, progress=progress))
+    total = told[0][1]
+    assert told[0] == (0, total, False) and (total, total, False) in told
+    assert told[-1] == (total, total, True)
+    tokens = load.Tokenizer.from_file(directory).encode("to be")
+    model = read(directory, mesh=None, rules=REPLICATED, lora_modules=None)
+    for _ in found:
+        logits = model(jnp.array([tokens]))[0, -1]
+        tokens.append(int(logits[:289].argmax()))
+    assert found == tokens[-6:]
+
+
+def test_weights_that_are_not_as_described(directory, monkeypatch):
+    """Their programs are compiled again; those that cannot be read end the start."""
+    described = load.describe_decoder
+
+    def other(*args, **kwargs):
+        return described(*args, **{**kwargs, "dtype": jnp.bfloat16})
+
+    expected = answer(load.served(directory, engine=SIZES))
+    monkeypatch.setattr(load, "describe_decoder", other)
+    assert answer(load.served(directory, engine=SIZES)) == expected
+
+    def broken(*args, **kwargs):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(load, "load_decoder", broken)
+    with pytest.raises(OSError, match="the disk is gone"):
+        load.served(directory, engine=SIZES)
+
+
+def test_ready_says_how_far_a_start_is():
+    seen, go_on = [], threading.Event()
+
+    def start(progress):
+        progress(1, 5, False)
+        assert go_on.wait(WAIT)
+        raise ValueError("there are no weights")
+
+    async def main():
+        harness = Harness()
+        harness.app = create_app(ServerConfig(), Loading(start))
+        async with harness.app.router.lifespan_context(harness.app):
+            transport = httpx2.ASGITransport(app=harness.app)
+            async with httpx2.AsyncClient(
+                transport=transport, base_url="http://test"
+            ) as client:
+                while not seen or len(seen[-1].json()) == 1:
+                    seen.append(await client.get("/ready"))
+                    await asyncio.sleep(0)
+                go_on.set()
+
+    asyncio.run(main())
+    state = {"compiled": 1, "programs": 5, "weights": "loading"}
+    assert seen[-1].status_code == 503
+    assert seen[-1].json() == {"status": "loading", **state}
