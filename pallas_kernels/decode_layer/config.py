@@ -48,6 +48,10 @@ class DecodeLayerConfig:
     """Tiles of weights in flight; None is as many as fit in shared memory."""
     activation_slots: int | None = None
     """Tiles of activations in flight; None is 8, or 5 for more than 32 requests."""
+    requested: int | None = None
+    """Tiles of weights that are asked for at a time; None is as many as have room."""
+    stagger: bool = False
+    """Whether blocks begin their columns at different rows."""
 
     def __post_init__(self) -> None:
         if self.tile_k not in (64, 128):
@@ -144,9 +148,14 @@ class Piece:
     first: Any
     step: Any
     count: Any
+    start: Any = 0
+    """Which of them is multiplied first."""
 
     def k(self, index: Any) -> Any:
-        """The tile of the column that is the piece's tile `index`."""
+        """The tile of the column that is multiplied as number `index`."""
+        index = index + self.start
+        where = _where if isinstance(index, int) else jnp.where
+        index = where(index >= self.count, index - self.count, index)
         return self.first + index * self.step
 
 
@@ -183,6 +192,7 @@ class Stage:
     workers: int = 1
     """Blocks."""
     rows: int = 8
+    stagger: bool = False
 
     @property
     def depth(self) -> int:
@@ -272,11 +282,15 @@ class Stage:
         numbers = (
             where(later < 0, a, where(place < 0, b, c))
             for a, b, c in zip(
-                *(vars(x).values() for x in (whole, in_turn, of_helper)),
+                *(list(vars(x).values())[:5] for x in (whole, in_turn, of_helper)),
                 strict=True,
             )
         )
-        return Piece(*numbers)
+        piece = Piece(*numbers)
+        if not self.stagger:
+            return piece
+        start = quotient(piece.column * piece.count, self.columns)
+        return dataclasses.replace(piece, start=start)
 
     def is_alone(self, piece: Piece) -> Any:
         """Whether its block finishes its units from registers."""
@@ -392,6 +406,7 @@ class Schedule:
             "tile_k": self.config.tile_k,
             "workers": self.workers,
             "rows": p.rows,
+            "stagger": self.config.stagger,
         }
         heads = p.heads + 2 * p.kv_heads
         found = [

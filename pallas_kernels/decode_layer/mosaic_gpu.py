@@ -65,8 +65,14 @@ from pallas_kernels.decode_layer.config import (
 )
 from pallas_kernels.mosaic import DeviceSpec, check_smem, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref, Scalar
-from pallas_kernels.mosaic.copies import read_once
-from pallas_kernels.mosaic.pipeline import drain, hand_over, next_slot, proxy_fence
+from pallas_kernels.mosaic.copies import prefetch_row, read_once
+from pallas_kernels.mosaic.pipeline import (
+    drain,
+    hand_over,
+    next_slot,
+    previous_slot,
+    proxy_fence,
+)
 
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -151,37 +157,48 @@ class _Block:
         stage: Stage,
         name: str,
         copy: Callable[[Piece, Scalar, Scalar], None],
-        slot: Scalar,
-    ) -> Scalar:
+        carry: tuple[Scalar, Scalar],
+        requested: int | None = None,
+    ) -> tuple[Scalar, Scalar]:
         """Fills a ring with the tiles of a stage.
 
         Args:
             stage: the stage.
             name: which ring.
             copy: ``copy(piece, k, slot)`` starts the copies of a tile.
-            slot: the slot to begin with.
+            carry: the slot to begin with, and how many tiles there were before.
+            requested: how many tiles may be on their way; None is the whole ring.
 
         Returns:
-            The slot after the last tile.
+            The slot after the last tile, and how many there were.
         """
         ring = _ring(self.scratch, name)
+        slots = ring["smem"].shape[0]
 
-        def load(piece: Piece, slot: Scalar) -> Scalar:
-            def tile(index: Scalar, slot: Scalar) -> Scalar:
+        def load(piece: Piece, carry: Any) -> Any:
+            def tile(index: Scalar, carry: Any) -> Any:
+                slot, number = carry
                 plgpu.barrier_wait(ring["empty"].at[slot])
+                if requested is not None and requested < slots:
+                    before = previous_slot(slot, requested, slots)
+
+                    @pl.when(number >= requested)
+                    def _() -> None:
+                        plgpu.barrier_wait(ring["full"].at[before])
+
                 copy(piece, piece.k(index), slot)
-                return next_slot(slot, ring["smem"].shape[0])
+                return next_slot(slot, slots), number + 1
 
-            return lax.fori_loop(0, piece.count, tile, slot)
+            return lax.fori_loop(0, piece.count, tile, carry)
 
-        return self.for_each_piece(stage, load, slot)
+        return self.for_each_piece(stage, load, carry)
 
     # --- Roles ------------------------------------------------------------------------
 
     def copy_weights(self) -> None:
         """The tiles of all stages, one after the other, as the ring has room."""
         tile_k, ring = self.schedule.config.tile_k, _ring(self.scratch, "weights")
-        slot = jnp.int32(0)
+        carry, requested = (jnp.int32(0), jnp.int32(0)), self.schedule.config.requested
         for stage in self.stages:
             weight = self.refs[stage.weight]
             read_once(weight)  # pyright: ignore[reportCallIssue]
@@ -203,8 +220,34 @@ class _Block:
                             ring["full"].at[slot],
                         )
 
-            slot = self.stream(stage, "weights", copy, slot)
-        drain(ring, slot, self.schedule.weight_slots)
+            carry = self.stream(stage, "weights", copy, carry, requested)
+        slots = self.schedule.weight_slots
+        if requested is not None and requested < slots:
+            # Waiters must see each phase of a barrier.
+            slot, number = carry
+            for before in range(requested, 0, -1):
+                last = previous_slot(slot, before, slots)
+
+                @pl.when(number >= before)
+                def _(last: Scalar = last) -> None:
+                    plgpu.barrier_wait(ring["full"].at[last])
+
+        if (ahead := self.refs.get("next_out")) is not None:
+            self.fetch_ahead(ahead)
+        drain(ring, carry[0], self.schedule.weight_slots)
+
+    def fetch_ahead(self, weight: Ref) -> None:
+        """Brings the first weight of the next layer into the L2.
+
+        Memory is idle from here on, until the attention of the next layer has ended.
+        """
+        rows, _ = weight.shape
+        workers = self.schedule.workers
+
+        def row(index: Scalar, _: None) -> None:
+            prefetch_row(weight.at[index * workers + self.worker])
+
+        lax.fori_loop(0, _dealt(rows, self.worker, workers), row, None)
 
     def copy_activations(self) -> None:
         """The inputs of stages, when those before are done; factors of norms."""
@@ -212,7 +255,7 @@ class _Block:
         # Rows past the last one are zeros. An offset that is known would be an error
         # where there are fewer rows than the copy has.
         rows = pl.ds(self.worker * 0, self.problem.rows)
-        slot = jnp.int32(0)
+        carry = jnp.int32(0), jnp.int32(0)
         for i, stage in enumerate(self.stages):
             source = self.refs[stage.source]
 
@@ -230,8 +273,8 @@ class _Block:
                 # Not later: who finishes a column needs them to go on, and copies wait
                 # for it.
                 self.factors(stage.norm)
-            slot = self.stream(stage, "activations", copy, slot)
-        drain(ring, slot, self.schedule.activation_slots)
+            carry = self.stream(stage, "activations", copy, carry)
+        drain(ring, carry[0], self.schedule.activation_slots)
 
     def compute(self, number: Scalar) -> None:
         """Multiplies and finishes.
