@@ -381,10 +381,8 @@ class _Block:
     ) -> None:
         """Leaves sums to who finishes the unit."""
         unit = unit - (stage.units - stage.shared_units)
-        # A helper's is the only one if the unit is finished from registers.
-        part = jnp.int32(0) if stage.direct else piece.part
         for j, values in enumerate(sums):
-            self.part(i, stage, unit, part).at[j][...] = values
+            self.part(i, stage, unit, piece.part).at[j][...] = values
         self.signal(self.units.at[self.of_units[i] + unit])
 
     def load_parts(self, i: int, stage: Stage, unit: Scalar, j: Any, rows: Any) -> Any:
@@ -415,22 +413,8 @@ class _Block:
         sums: list[jax.Array],
         factors: jax.Array | None,
     ) -> None:
-        """Finishes a unit from registers, and a helper's part of it."""
+        """Finishes a unit from registers."""
         epilogue = self.prepare(stage, place, factors)
-        if stage.direct and stage.parts:
-            # A helper's; of whole columns, if there are any, no parts are written.
-            shared = unit - (stage.units - stage.shared_units)
-            there = (shared >= 0).astype(jnp.int32)
-            shared = jnp.maximum(shared, 0)
-            self.wait(self.units.at[self.of_units[i] + shared], there)
-            helped = lax.broadcast_in_dim(there > 0, place.shape, ())
-            parts = [
-                self.load_parts(i, stage, shared, j, place.span) for j in range(UNIT)
-            ]
-            sums = [
-                values + jnp.where(helped, part, 0.0)
-                for values, part in zip(sums, parts, strict=True)
-            ]
         epilogue(sums)
         self.signal(self.ready[i])
 

@@ -115,7 +115,7 @@ FEW = {"weight_slots": 2, "activation_slots": 2}
         # Sums are parts in memory; columns that one block has alone beside those that
         # two share.
         ({"m": 16, "d_ff": 384}, 2, FEW),
-        # A helper, whose part is added to registers, and blocks without a piece.
+        # A block without a piece; columns that one block has, from registers.
         ({"m": 8, "d_model": 512, "d_ff": 256}, 3, FEW),
     ],
 )
