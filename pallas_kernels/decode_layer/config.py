@@ -5,7 +5,6 @@ dim.
 """
 
 import dataclasses
-import functools
 import itertools
 from typing import Any, Literal
 
