@@ -44,18 +44,19 @@ class DecodeLayerConfig:
     """Tiles of weights in flight; None is as many as fit in shared memory."""
     activation_slots: int | None = None
     """Tiles of activations in flight; None is 8, or 5 for more than 32 requests."""
-    requested: int | None = None
+    requested: int | None = 3
     """Tiles of weights that are asked for at a time; None is as many as have room."""
-    stagger: bool = False
+    stagger: bool = True
     """Whether blocks begin their columns at different rows."""
 
     def __post_init__(self) -> None:
         if self.tile_k not in (64, 128):
             raise ValueError(f"tile_k {self.tile_k!r}, expected 64 or 128")
-        for name in ("weight_slots", "activation_slots"):
+        least = {"weight_slots": 2, "activation_slots": 2, "requested": 1}
+        for name, size in least.items():
             value = getattr(self, name)
-            if value is not None and value < 2:
-                raise ValueError(f"{name} {value!r}, expected None or at least 2")
+            if value is not None and value < size:
+                raise ValueError(f"{name} {value!r}, expected None or at least {size}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,6 +189,7 @@ class Stage:
     """Blocks."""
     rows: int = 8
     stagger: bool = False
+    """Whether pieces begin at different tiles."""
 
     @property
     def depth(self) -> int:

@@ -245,7 +245,8 @@ class _Block:
         workers = self.schedule.workers
 
         def row(index: Scalar, _: None) -> None:
-            prefetch_row(weight.at[index * workers + self.worker])
+            source = weight.at[index * workers + self.worker]
+            prefetch_row(source)  # pyright: ignore[reportCallIssue]
 
         lax.fori_loop(0, _dealt(rows, self.worker, workers), row, None)
 
@@ -685,7 +686,8 @@ def decode_layer(
     Args:
         operands: arrays by name: `attended` [M,N H], `residual` [D,rows], the weights
             `out`, `gate_up`, `down` and the scale `mlp_norm`; where `problem` projects,
-            also `norm`, `qkv`, `cos`, `sin` and, if there is one, `bias`.
+            also `norm`, `qkv`, `cos`, `sin` and, if there are any, `bias` and
+            `next_out`, which is read ahead.
         problem: sizes.
         config: how to cut it.
         device: the Hopper GPU that the kernel is built for.
