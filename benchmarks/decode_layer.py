@@ -1,22 +1,30 @@
 """Decoder layers of few requests, from one attention to the next: one launch, or XLA's.
 
-``xla`` is the same layer as the compiler cuts it, about ten launches; the attention
+``xla`` is what serving runs without the kernel: the blocks of `jaxscale.models` as they
+decode, in bfloat16 and of at least two rows, about ten launches a layer. The attention
 between layers is part of neither: its place takes what it would get, the queries. A
 call is a chain of layers as in a decode step, each with the residual stream of the one
 before, since launches cost most where one waits for the other. ``layer_us`` is the time
 of a layer, ``read_gb_per_second`` how fast its weights are read, which is the bound.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from benchmarks.measure import command
 from benchmarks.measure.harness import Benchmark, Case, Jax
+from jaxscale.models import Decoder
+from jaxscale.models.families.llama import llama_tiny
+from jaxscale.nn.linear import project_together
 from pallas_kernels.decode_layer import (
     LayerWeights,
     NextProjection,
     as_residual,
     decode_layer,
+    from_residual,
     reference,
     rotation,
 )
@@ -63,34 +71,93 @@ def inputs(params, key):
         heads=s.heads,
         kv_heads=s.kv_heads,
     )
-    residual = as_residual(normal(s.m, s.d_model))
-    return normal(s.m, features), residual, layer, projection
+    return normal(s.m, features), normal(s.m, s.d_model), angles, layer, projection
 
 
 def chain(params, run):
-    """The residual stream after some layers; ``run`` is one of them."""
+    """What some layers make; ``run`` is one of them."""
 
-    def layers(attended, residual, layer, projection):
+    def layers(attended, x, angles, layer, projection):
+        del angles  # the projection has their cosines and sines
+        residual, made = as_residual(x), []
         for _ in range(params["layers"]):
-            residual, q = run(attended, residual, layer, projection)
+            residual, q, kv = run(attended, residual, layer, projection)
             attended = q.reshape(attended.shape)
-        return residual[:, : params["M"]], attended
+            made.append(kv.reshape(len(attended), -1))
+        return from_residual(residual, len(x)), attended, made
 
     return layers
 
 
-def implementation(name):
-    """The public function with one implementation."""
+def one_launch(params):
+    """The kernel."""
 
-    def make(params):
-        def run(*operands):
-            residual, heads = decode_layer(*operands, eps=EPS, implementation=name)
-            assert heads is not None  # a projection is among the operands
-            return residual, heads[0]
+    def run(*operands):
+        residual, heads = decode_layer(*operands, eps=EPS, implementation="mosaic_gpu")
+        assert heads is not None  # a projection is among the operands
+        return residual, *heads
 
-        return chain(params, run)
+    return chain(params, run)
 
-    return Jax(make)
+
+def blocks(params):
+    """The blocks of a model, as `jaxscale.inference` decodes with them."""
+    s = BY_NAME[params["spec"]]
+    sizes = {
+        name: getattr(s, name)
+        for name in ("d_model", "d_ff", "heads", "kv_heads", "head_dim")
+    }
+    names = {"heads": "num_heads", "kv_heads": "num_kv_heads"}
+    config = dataclasses.replace(
+        llama_tiny(),
+        num_layers=1,
+        attention_bias=s.bias,
+        norm_eps=EPS,
+        **{names.get(name, name): size for name, size in sizes.items()},
+    )
+
+    def make():
+        bf16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+        return Decoder(config, rngs=nnx.Rngs(0), **bf16).for_inference()
+
+    structure, shapes = nnx.split(jax.eval_shape(make).blocks[0])
+
+    def run(attended, x, cos, sin, layer, projection):
+        block = nnx.merge(structure, shapes)
+        attention, mlp = block.attention, block.mlp
+        block.mlp_norm.scale = nnx.Param(layer.mlp_norm)
+        block.attention_norm.scale = nnx.Param(projection.norm)
+        attention.out.kernel = nnx.Param(layer.out)
+        attention.joined.kernel = nnx.Param(projection.qkv)
+        if s.bias:
+            attention.joined.bias = nnx.Param(projection.bias)
+        mlp.joined.kernel = nnx.Param(layer.gate_up)
+        mlp.down.kernel = nnx.Param(layer.down)
+        x = x + attention.out(attended)  # [M,1,D]
+        x = x + mlp(block.mlp_norm(x))
+        projected = project_together(attention.inputs, x, norm=block.attention_norm)
+        q, k, v = attention.split_heads(projected)
+
+        def rotated(x):  # as `jaxscale.nn.rotary` does
+            a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+            out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+            return out.astype(x.dtype)
+
+        # The kernel of attention takes keys and values together.
+        return x, rotated(q), jnp.stack([rotated(k), v], axis=2)
+
+    def layers(attended, x, angles, layer, projection):
+        rows, made = ((0, max(0, 2 - s.m)), (0, 0)), []
+        attended, x = (jnp.pad(array, rows)[:, None] for array in (attended, x))
+        angles = jnp.pad(angles, rows)[:, None, None]
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        for _ in range(params["layers"]):
+            x, q, kv = run(attended, x, cos, sin, layer, projection)
+            attended = q.reshape(attended.shape)
+            made.append(kv[: s.m].reshape(s.m, -1))
+        return x[: s.m, 0].astype(jnp.float32), attended[: s.m, 0], made
+
+    return layers
 
 
 def definition(params):
@@ -105,7 +172,8 @@ def definition(params):
             given, heads=s.heads + s.kv_heads, head_dim=s.head_dim, eps=EPS
         )
         assert qkv is not None
-        return residual, qkv[:, : s.heads * s.head_dim]
+        queries = s.heads * s.head_dim
+        return residual, qkv[:, :queries], qkv[:, queries:]
 
     return chain(params, run)
 
@@ -125,8 +193,8 @@ BENCHMARK = Benchmark(
     inputs=inputs,
     reference=definition,
     implementations={
-        "mosaic_gpu": implementation("mosaic_gpu"),
-        "xla": implementation("xla"),
+        "mosaic_gpu": Jax(one_launch),
+        "xla": Jax(blocks),
     },
     metrics=lambda params, seconds: {
         "layer_us": 1e6 * seconds / params["layers"],

@@ -183,6 +183,7 @@ def _projection(
         bias=None if joined.bias is None else joined.bias[...],
         cos=cos,
         sin=sin,
+        out=block.attention.out.kernel[...],
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
     )

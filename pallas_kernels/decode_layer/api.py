@@ -57,6 +57,8 @@ class NextProjection:
     cos: Float[Array, "pairs R"]
     """Cosines of the rotary embedding, see `rotation`."""
     sin: Float[Array, "pairs R"]
+    out: Shaped[Array, "NH D"] | None = None
+    """Projection of the attention's output there, which is read ahead; or None."""
     heads: int = dataclasses.field(metadata={"static": True})
     """N."""
     kv_heads: int = dataclasses.field(metadata={"static": True})
@@ -195,7 +197,8 @@ def _operands(
         for field in () if part is None else dataclasses.fields(part):
             value = getattr(part, field.name)
             if not isinstance(value, int | None):
-                operands[field.name] = value
+                is_next = isinstance(part, NextProjection) and field.name == "out"
+                operands["next_out" if is_next else field.name] = value
     return operands
 
 
@@ -239,6 +242,8 @@ def _problem(
             "cos": (p.cos, table),
             "sin": (p.sin, table),
         }
+        if p.out is not None:
+            want["next_out"] = p.out, (features, d)
         if p.bias is not None:
             want["bias"] = p.bias, (columns,)
     for name, (array, shape) in want.items():

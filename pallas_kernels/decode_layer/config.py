@@ -5,7 +5,6 @@ dim.
 """
 
 import dataclasses
-import functools
 import itertools
 from typing import Any, Literal
 
@@ -31,9 +30,6 @@ TILE_GROUPS = WARPGROUPS * UNIT
 MOST_ROWS = 64
 """Requests that the kernel takes: more are better off with kernels for matmuls."""
 
-HELP = 0.9
-"""Share of the longest work of a block down to which helpers must bring it."""
-
 type Epilogue = Literal["add", "swiglu", "rotate"]
 """What becomes of the sums of a stage; see `mosaic_gpu`."""
 
@@ -48,14 +44,19 @@ class DecodeLayerConfig:
     """Tiles of weights in flight; None is as many as fit in shared memory."""
     activation_slots: int | None = None
     """Tiles of activations in flight; None is 8, or 5 for more than 32 requests."""
+    requested: int | None = 3
+    """Tiles of weights that are asked for at a time; None is as many as have room."""
+    stagger: bool = True
+    """Whether blocks begin their columns at different rows."""
 
     def __post_init__(self) -> None:
         if self.tile_k not in (64, 128):
             raise ValueError(f"tile_k {self.tile_k!r}, expected 64 or 128")
-        for name in ("weight_slots", "activation_slots"):
+        least = {"weight_slots": 2, "activation_slots": 2, "requested": 1}
+        for name, size in least.items():
             value = getattr(self, name)
-            if value is not None and value < 2:
-                raise ValueError(f"{name} {value!r}, expected None or at least 2")
+            if value is not None and value < size:
+                raise ValueError(f"{name} {value!r}, expected None or at least {size}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,9 +145,14 @@ class Piece:
     first: Any
     step: Any
     count: Any
+    start: Any = 0
+    """Which of them is multiplied first."""
 
     def k(self, index: Any) -> Any:
-        """The tile of the column that is the piece's tile `index`."""
+        """The tile of the column that is multiplied as number `index`."""
+        index = index + self.start
+        where = _where if isinstance(index, int) else jnp.where
+        index = where(index >= self.count, index - self.count, index)
         return self.first + index * self.step
 
 
@@ -158,14 +164,13 @@ class Stage:
     the same output features are a *column*. As long as there are columns for all
     blocks, each block has one as a whole. Of the columns that are left, fewer than
     blocks, `split` blocks share each: they take its tiles in turn, so that all blocks
-    read the same rows of the weight at a time. Blocks that are left over then, the
-    *helpers*, each take the last tiles of some of these columns, `depth - own`, so that
-    no multiprocessor is idle.
+    read the same rows of the weight at a time. Blocks that are left over then have
+    nothing to do: what is left read memory as fast as all.
 
     A *unit* is what a warpgroup has of a column: two groups. Which two depends on the
     epilogue: those `half` groups apart where one needs the other. A block that is the
-    only one of a column, but for a helper, finishes its units from registers; sums of
-    the others are *parts* in memory, and are added in their order.
+    only one of a column finishes its units from registers; sums of the others are
+    *parts* in memory, and are added in their order.
     """
 
     weight: str
@@ -183,6 +188,8 @@ class Stage:
     workers: int = 1
     """Blocks."""
     rows: int = 8
+    stagger: bool = False
+    """Whether pieces begin at different tiles."""
 
     @property
     def depth(self) -> int:
@@ -206,83 +213,48 @@ class Stage:
 
     @property
     def split(self) -> int:
-        """Blocks that share a column of these, besides a helper."""
+        """Blocks that share a column of these."""
         return min(self.workers // self.shared, self.depth) if self.shared else 0
-
-    @property
-    def helpers(self) -> int:
-        """Blocks that are left over."""
-        return self.workers - self.shared * self.split if self.shared else 0
-
-    @functools.cached_property
-    def own(self) -> int:
-        """Tiles of a shared column that its blocks have; the others are a helper's."""
-        if not self.helpers:
-            return self.depth
-
-        def longest(own: int) -> int:
-            columns = -(-self.shared // self.helpers)
-            return max(-(-own // self.split), columns * (self.depth - own))
-
-        best = min(range(self.split, self.depth + 1), key=lambda n: (longest(n), -n))
-        return best if longest(best) <= HELP * longest(self.depth) else self.depth
 
     def pieces(self, worker: Any) -> Any:
         """How many pieces a block has."""
-        place = worker - self.shared * self.split
-        helped = self.shared if self.own < self.depth else 0
-        there = quotient(helped - 1 - place + self.helpers, max(1, self.helpers))
+        shares = worker < self.shared * self.split
         if isinstance(worker, int):
-            return self.whole + (int(self.shared > 0) if place < 0 else max(there, 0))
-        there = jnp.where(place < 0, jnp.int32(self.shared > 0), jnp.maximum(there, 0))
-        return self.whole + there
+            return self.whole + int(shares)
+        return self.whole + shares.astype(jnp.int32)
 
     def piece(self, worker: Any, index: Any) -> Piece:
         """A piece of a block.
 
         Example:
             >>> stage = Stage(weight="w", source="x", k=640, n=1792, epilogue="add",
-            ...               workers=10)  # 7 columns of 10 tiles
-            >>> stage.split, stage.helpers, stage.own
-            (1, 3, 8)
-            >>> [stage.pieces(worker) for worker in (0, 6, 7, 9)]
-            [1, 1, 3, 2]
-            >>> stage.piece(7, 1)
-            Piece(column=3, part=1, first=8, step=1, count=2)
+            ...               workers=16)  # 7 columns of 10 tiles
+            >>> stage.split, [stage.pieces(worker) for worker in (0, 13, 14)]
+            (2, [1, 1, 0])
+            >>> stage.piece(8, 0)
+            Piece(column=1, part=1, first=1, step=2, count=5, start=0)
         """
         where = _where if isinstance(worker, int) else jnp.where
         shared, split = max(1, self.shared), max(1, self.split)
-        place, later = worker - self.shared * self.split, index - self.whole
-        whole = Piece(index * self.workers + worker, 0, 0, 1, self.depth)
         part = quotient(worker, shared)
+        whole = Piece(index * self.workers + worker, 0, 0, 1, self.depth)
         in_turn = Piece(
             self.whole * self.workers + remainder(worker, shared),
             part,
             part,
             split,
-            quotient(self.own - part + split - 1, split),
+            quotient(self.depth - part + split - 1, split),
         )
-        of_helper = Piece(
-            self.whole * self.workers + place + later * self.helpers,
-            split,
-            self.own,
-            1,
-            self.depth - self.own,
-        )
-        numbers = (
-            where(later < 0, a, where(place < 0, b, c))
-            for a, b, c in zip(
-                *(vars(x).values() for x in (whole, in_turn, of_helper)),
-                strict=True,
-            )
-        )
-        return Piece(*numbers)
+        numbers = zip(*(vars(x).values() for x in (whole, in_turn)), strict=True)
+        piece = Piece(*(where(index < self.whole, a, b) for a, b in numbers))
+        if not self.stagger:
+            return piece
+        start = quotient(piece.column * piece.count, self.columns)
+        return dataclasses.replace(piece, start=start)
 
     def is_alone(self, piece: Piece) -> Any:
         """Whether its block finishes its units from registers."""
-        if self.direct or not self.shared:
-            return piece.part == 0
-        return piece.column < self.whole * self.workers
+        return self.direct | (piece.column < self.whole * self.workers)
 
     # --- Units ------------------------------------------------------------------------
 
@@ -312,13 +284,13 @@ class Stage:
 
     @property
     def direct(self) -> bool:
-        """Whether units of shared columns are finished from registers."""
-        return self.split == 1
+        """Whether all units are finished from registers."""
+        return self.split <= 1
 
     @property
     def parts(self) -> int:
         """Sums in memory of a unit of a shared column."""
-        return (0 if self.direct else self.split) + (self.own < self.depth)
+        return 0 if self.direct else self.split
 
     # --- Units whose sums are in memory -----------------------------------------------
 
@@ -343,7 +315,7 @@ class Stage:
     @property
     def items(self) -> int:
         """Pieces of work in which units of shared columns are finished."""
-        if self.direct or not self.shared:
+        if self.direct:
             return 0
         each = 1 if self.pairs else UNIT
         return self.shared_units * each * (self.rows // self.item_rows)
@@ -392,6 +364,7 @@ class Schedule:
             "tile_k": self.config.tile_k,
             "workers": self.workers,
             "rows": p.rows,
+            "stagger": self.config.stagger,
         }
         heads = p.heads + 2 * p.kv_heads
         found = [

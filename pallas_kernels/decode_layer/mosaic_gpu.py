@@ -65,8 +65,14 @@ from pallas_kernels.decode_layer.config import (
 )
 from pallas_kernels.mosaic import DeviceSpec, check_smem, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref, Scalar
-from pallas_kernels.mosaic.copies import read_once
-from pallas_kernels.mosaic.pipeline import drain, hand_over, next_slot, proxy_fence
+from pallas_kernels.mosaic.copies import prefetch_row, read_once
+from pallas_kernels.mosaic.pipeline import (
+    drain,
+    hand_over,
+    next_slot,
+    previous_slot,
+    proxy_fence,
+)
 
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -151,37 +157,48 @@ class _Block:
         stage: Stage,
         name: str,
         copy: Callable[[Piece, Scalar, Scalar], None],
-        slot: Scalar,
-    ) -> Scalar:
+        carry: tuple[Scalar, Scalar],
+        requested: int | None = None,
+    ) -> tuple[Scalar, Scalar]:
         """Fills a ring with the tiles of a stage.
 
         Args:
             stage: the stage.
             name: which ring.
             copy: ``copy(piece, k, slot)`` starts the copies of a tile.
-            slot: the slot to begin with.
+            carry: the slot to begin with, and how many tiles there were before.
+            requested: how many tiles may be on their way; None is the whole ring.
 
         Returns:
-            The slot after the last tile.
+            The slot after the last tile, and how many there were.
         """
         ring = _ring(self.scratch, name)
+        slots = ring["smem"].shape[0]
 
-        def load(piece: Piece, slot: Scalar) -> Scalar:
-            def tile(index: Scalar, slot: Scalar) -> Scalar:
+        def load(piece: Piece, carry: Any) -> Any:
+            def tile(index: Scalar, carry: Any) -> Any:
+                slot, number = carry
                 plgpu.barrier_wait(ring["empty"].at[slot])
+                if requested is not None and requested < slots:
+                    before = previous_slot(slot, requested, slots)
+
+                    @pl.when(number >= requested)
+                    def _() -> None:
+                        plgpu.barrier_wait(ring["full"].at[before])
+
                 copy(piece, piece.k(index), slot)
-                return next_slot(slot, ring["smem"].shape[0])
+                return next_slot(slot, slots), number + 1
 
-            return lax.fori_loop(0, piece.count, tile, slot)
+            return lax.fori_loop(0, piece.count, tile, carry)
 
-        return self.for_each_piece(stage, load, slot)
+        return self.for_each_piece(stage, load, carry)
 
     # --- Roles ------------------------------------------------------------------------
 
     def copy_weights(self) -> None:
         """The tiles of all stages, one after the other, as the ring has room."""
         tile_k, ring = self.schedule.config.tile_k, _ring(self.scratch, "weights")
-        slot = jnp.int32(0)
+        carry, requested = (jnp.int32(0), jnp.int32(0)), self.schedule.config.requested
         for stage in self.stages:
             weight = self.refs[stage.weight]
             read_once(weight)  # pyright: ignore[reportCallIssue]
@@ -203,8 +220,35 @@ class _Block:
                             ring["full"].at[slot],
                         )
 
-            slot = self.stream(stage, "weights", copy, slot)
-        drain(ring, slot, self.schedule.weight_slots)
+            carry = self.stream(stage, "weights", copy, carry, requested)
+        slots = self.schedule.weight_slots
+        if requested is not None and requested < slots:
+            # Waiters must see each phase of a barrier.
+            slot, number = carry
+            for before in range(requested, 0, -1):
+                last = previous_slot(slot, before, slots)
+
+                @pl.when(number >= before)
+                def _(last: Scalar = last) -> None:
+                    plgpu.barrier_wait(ring["full"].at[last])
+
+        if (ahead := self.refs.get("next_out")) is not None:
+            self.fetch_ahead(ahead)
+        drain(ring, carry[0], self.schedule.weight_slots)
+
+    def fetch_ahead(self, weight: Ref) -> None:
+        """Brings the first weight of the next layer into the L2.
+
+        Memory is idle from here on, until the attention of the next layer has ended.
+        """
+        rows, _ = weight.shape
+        workers = self.schedule.workers
+
+        def row(index: Scalar, _: None) -> None:
+            source = weight.at[index * workers + self.worker]
+            prefetch_row(source)  # pyright: ignore[reportCallIssue]
+
+        lax.fori_loop(0, _dealt(rows, self.worker, workers), row, None)
 
     def copy_activations(self) -> None:
         """The inputs of stages, when those before are done; factors of norms."""
@@ -212,7 +256,7 @@ class _Block:
         # Rows past the last one are zeros. An offset that is known would be an error
         # where there are fewer rows than the copy has.
         rows = pl.ds(self.worker * 0, self.problem.rows)
-        slot = jnp.int32(0)
+        carry = jnp.int32(0), jnp.int32(0)
         for i, stage in enumerate(self.stages):
             source = self.refs[stage.source]
 
@@ -230,8 +274,8 @@ class _Block:
                 # Not later: who finishes a column needs them to go on, and copies wait
                 # for it.
                 self.factors(stage.norm)
-            slot = self.stream(stage, "activations", copy, slot)
-        drain(ring, slot, self.schedule.activation_slots)
+            carry = self.stream(stage, "activations", copy, carry)
+        drain(ring, carry[0], self.schedule.activation_slots)
 
     def compute(self, number: Scalar) -> None:
         """Multiplies and finishes.
@@ -338,10 +382,8 @@ class _Block:
     ) -> None:
         """Leaves sums to who finishes the unit."""
         unit = unit - (stage.units - stage.shared_units)
-        # A helper's is the only one if the unit is finished from registers.
-        part = jnp.int32(0) if stage.direct else piece.part
         for j, values in enumerate(sums):
-            self.part(i, stage, unit, part).at[j][...] = values
+            self.part(i, stage, unit, piece.part).at[j][...] = values
         self.signal(self.units.at[self.of_units[i] + unit])
 
     def load_parts(self, i: int, stage: Stage, unit: Scalar, j: Any, rows: Any) -> Any:
@@ -372,22 +414,8 @@ class _Block:
         sums: list[jax.Array],
         factors: jax.Array | None,
     ) -> None:
-        """Finishes a unit from registers, and a helper's part of it."""
+        """Finishes a unit from registers."""
         epilogue = self.prepare(stage, place, factors)
-        if stage.direct and stage.parts:
-            # A helper's; of whole columns, if there are any, no parts are written.
-            shared = unit - (stage.units - stage.shared_units)
-            there = (shared >= 0).astype(jnp.int32)
-            shared = jnp.maximum(shared, 0)
-            self.wait(self.units.at[self.of_units[i] + shared], there)
-            helped = lax.broadcast_in_dim(there > 0, place.shape, ())
-            parts = [
-                self.load_parts(i, stage, shared, j, place.span) for j in range(UNIT)
-            ]
-            sums = [
-                values + jnp.where(helped, part, 0.0)
-                for values, part in zip(sums, parts, strict=True)
-            ]
         epilogue(sums)
         self.signal(self.ready[i])
 
@@ -658,7 +686,8 @@ def decode_layer(
     Args:
         operands: arrays by name: `attended` [M,N H], `residual` [D,rows], the weights
             `out`, `gate_up`, `down` and the scale `mlp_norm`; where `problem` projects,
-            also `norm`, `qkv`, `cos`, `sin` and, if there is one, `bias`.
+            also `norm`, `qkv`, `cos`, `sin` and, if there are any, `bias` and
+            `next_out`, which is read ahead.
         problem: sizes.
         config: how to cut it.
         device: the Hopper GPU that the kernel is built for.

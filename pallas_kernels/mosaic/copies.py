@@ -6,10 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 
@@ -131,3 +132,20 @@ def _evict_first(copy: Any) -> None:
         predicate=copy.predicate,
     )
     copy.operation.erase()
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+def prefetch_row(_: Any, source: Any) -> None:
+    """Asks for contiguous memory, so that it lies in the L2 when it is read."""
+    kind = ir.MemRefType(source.type)
+    size = math.prod(kind.shape) * mgpu.bytewidth(kind.element_type)
+    i32 = ir.IntegerType.get_signless(32)
+    lane = arith.remui(mgpu.utils.thread_idx(), mgpu.utils.c(128, i32))
+    first = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.utils.c(0, i32))
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"),
+        [first, mgpu.utils.memref_ptr(source), mgpu.utils.c(size, i32)],
+        "@$0 cp.async.bulk.prefetch.L2.global [$1], $2;",
+        "b,l,r",
+        has_side_effects=True,
+    )

@@ -42,6 +42,7 @@ _stand_ins: dict[str, StandIn] = {
     "wgmma_fence": StandIn(lambda: (), (), None),
     # So do hints.
     "read_once": StandIn(lambda source: (), (), None),
+    "prefetch_row": StandIn(lambda source: (), (), None),
 }
 
 

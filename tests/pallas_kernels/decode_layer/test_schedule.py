@@ -81,8 +81,6 @@ class Roles:
                 if not stage.is_alone(piece):
                     self.signals["unit", i, unit - first] += 1
                     continue
-                if stage.direct and unit >= first:
-                    yield self.at_least(("unit", i, unit - first), stage.parts)
                 self.signals["ready", i] += 1
             me, step = number * self.schedule.workers + worker, WARPGROUPS
             for index in range(me, stage.items, step * self.schedule.workers):
