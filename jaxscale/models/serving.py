@@ -95,7 +95,7 @@ def compiled[M](
 
 def is_abstract(module: Any) -> bool:
     """Whether a module has shapes instead of arrays."""
-    return isinstance(jax.tree.leaves(module)[0], jax.ShapeDtypeStruct)
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(module))
 
 
 def placed(shape: jax.ShapeDtypeStruct, where: Any) -> jax.ShapeDtypeStruct:

@@ -254,7 +254,7 @@ def test_an_answer_that_fails_is_no_measurement():
 
 def test_words_have_text():
     tokenizer = serving_http.words(8)
-    assert tokenizer.decode([3, 1]) == "w3 w1"
+    assert tokenizer.decode([3, 1]) == " w3 w1"
 
 
 def test_host_work_is_measured_with_all_slots_taken():
