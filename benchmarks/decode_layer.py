@@ -68,6 +68,7 @@ def inputs(params, key):
         bias=normal(columns) if s.bias else None,
         cos=cos,
         sin=sin,
+        out=layer.out,
         heads=s.heads,
         kv_heads=s.kv_heads,
     )

@@ -301,6 +301,7 @@ def decode_layer_cases() -> Iterator[Case]:
             bias=array(columns) if s.bias else None,
             cos=table,
             sin=table,
+            out=layer.out,
             heads=s.heads,
             kv_heads=s.kv_heads,
         )

@@ -254,6 +254,8 @@ def _hidden(
     )
     if not whole or not {*names} <= {*masks}:
         return None
+    if config.pattern == "tw24" and not config.hidden_together:
+        return None  # fours of `down` hold features that gate or up may lack
     masked = [matrices(masks.kept[name]) for name in network.inputs]
     alive = np.logical_and.reduce([mask.any(axis=1) for mask in masked])
     _, shards = layer_shards(layers[network.inputs[0]], config.shards)

@@ -107,7 +107,7 @@ class MaskState(NamedTuple):
     pruned in a tile. With tw24 also its `Fours`, under longer names."""
 
 
-_COLUMNS, _ROWS = ".tile_columns", ".tile_rows"
+_COLUMNS, _ROWS = "_tile_columns", "_tile_rows"  # no dots: names of arrays nest
 
 
 def mask_gradients(masks: Masks) -> optax.GradientTransformation:
@@ -184,6 +184,11 @@ class Pruner:
                 raise ValueError(
                     f"stages {before} and {after}: steps must rise, and sparsities "
                     "must not fall"
+                )
+            if config.pattern == "tw24" and before.sparsity == after.sparsity:
+                raise ValueError(
+                    f"stages {before} and {after}: with tw24 sparsities must rise, as "
+                    "the last stage alone takes two of four"
                 )
         self.config = config
         self.stages = tuple(stages)

@@ -362,7 +362,7 @@ def _two_four_in_tiles(
                 matrix,
                 mask,
                 wide[first[matrix.name]],
-                wide[first[matrix.fed_by]] if matrix.fed_by in first else None,
+                together[first[matrix.fed_by]] if matrix.fed_by in first else None,
                 config,
                 pool,
             )
@@ -374,7 +374,7 @@ def _fours_of(
     matrix: Matrix,
     mask: Bool[np.ndarray, "K N"],
     wide: Bool[np.ndarray, "W N"],
-    feeder: Bool[np.ndarray, "V K"] | None,
+    feeder: Sequence[Bool[np.ndarray, "V K"]] | None,
     config: PruneConfig,
     pool: Executor,
 ) -> Mask:
@@ -396,7 +396,9 @@ def _fours_of(
     ]
     tiles = np.concatenate(columns).reshape(-1, config.tile)
     # Features that do not come but are kept, if too few come, are left out later.
-    comes = np.ones(len(mask), np.bool_) if feeder is None else feeder.any(0)
+    comes = np.ones(len(mask), np.bool_)
+    for source in feeder or ():  # gate and up: a feature is kept by both or left out
+        comes &= source.any(0)
     fours = Fours.none(mask.shape, config.tile)
     kept = np.zeros_like(mask)
 

@@ -38,6 +38,7 @@ from jaxscale.sharding import decode_all_reduce
 from jaxscale.sharding.fp8 import (
     Fp8,
     Norm,
+    RoundedWeight,
     Stored,
     Weight,
     axes_of,
@@ -552,9 +553,12 @@ class _Region:
         in_axes = (*shards.in_axes[:count], *axes)
         shards = dataclasses.replace(shards, in_axes=in_axes)
         args = shards.place([*xs, *kernels])
+        gathered = [
+            i for i in range(count, len(args)) if not isinstance(args[i], RoundedWeight)
+        ]
         return shards.over(
             lambda *args: product(args[:count], args[count:]),
             out_axes,
-            parameters=() if self.stored else range(count, len(args)),
+            parameters=() if self.stored else gathered,
             storing=storing,
         )(*args)

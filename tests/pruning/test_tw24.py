@@ -15,7 +15,7 @@ from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.pruning import PruneConfig
 from jaxscale.pruning.fours import best_fours, two_of_four
 from jaxscale.sharding import make_mesh, preset
-from jaxscale.training import TrainState
+from jaxscale.training import Checkpointer, TrainState
 from pallas_kernels.tile_sparse_matmul import TileSparse24
 from tests.tolerances import relative_error
 
@@ -149,7 +149,7 @@ def test_fours_are_saved(tmp_path):
     np.testing.assert_array_equal(*ys)
 
 
-def test_training_keeps_the_masks():
+def test_training_keeps_the_masks(tmp_path):
     model = small_model()
     masks, _ = masks_of(model, sparsity=0.75)
     pruner = pruning.Pruner(masks.config, [pruning.Stage(step=0, sparsity=0.75)])
@@ -166,9 +166,33 @@ def test_training_keeps_the_masks():
         np.testing.assert_array_equal(found.fours[name].rows, fours.rows)
     pruned = np.asarray(state.model.blocks.mlp.up.kernel[...]) == 0
     np.testing.assert_array_equal(pruned, ~masks["blocks.mlp.up"])
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state, {})
+    with Checkpointer(tmp_path, read_only=True) as checkpointer:
+        again = pruner.masks_of(checkpointer.restore(state)[0])
+    assert {*again.fours} == {*masks}
+    for name, fours in again.fours.items():
+        np.testing.assert_array_equal(fours.rows, masks.fours[name].rows)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_gate_that_lacks_a_tile_takes_no_row_out_of_a_four(together):
+    model = small_model()
+    gate = model.blocks.mlp.gate.kernel
+    gate[...] = gate[...].at[..., 64:128].multiply(1e-4)
+    settings = {"sparsity": 0.6, "tile": 64, "scope": "global"}
+    config = PruneConfig(pattern="tw24", hidden_together=together, **settings)
+    masks = pruning.make_model_masks(model, pruning.magnitude_scores(model), config)
+    assert not masks["blocks.mlp.gate"][..., 64:128].any()
+    tokens = jnp.arange(12).reshape(1, 12) % 64
+    got = pruning.sparsify(model, masks, compress=True)(tokens)
+    assert relative_error(got, pruning.apply_masks(model, masks)(tokens)) < 1e-5
 
 
 def test_what_is_wrong_is_refused():
+    twice = [pruning.Stage(step=i, sparsity=0.75) for i in (0, 2)]
+    with pytest.raises(ValueError, match="with tw24 sparsities must rise"):
+        pruning.Pruner(PruneConfig(pattern="tw24", tile=64, sparsity=0.75), twice)
     with pytest.raises(ValueError, match=r"expected at least 0\.5: pattern tw24"):
         PruneConfig(pattern="tw24", sparsity=0.4)
     model = small_model()

@@ -56,7 +56,12 @@ def of_weights(loop, name, dtypes):
 
 
 def traced(
-    quantization, rules=REPLICATED, fsdp=1, microbatches=MICROBATCHES, **options
+    quantization,
+    rules=REPLICATED,
+    fsdp=1,
+    microbatches=MICROBATCHES,
+    axis_type="auto",
+    **options,
 ):
     """The gradients of a batch, traced, and what they are of."""
     model = Decoder(
@@ -77,7 +82,7 @@ def traced(
     run = gradients.accumulated(
         next_token_loss(), microbatches=microbatches, rules=rules
     )
-    mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:fsdp])
+    mesh = make_mesh(MeshConfig(fsdp=fsdp, axis_type=axis_type), jax.devices()[:fsdp])
     with jax.set_mesh(mesh):
         rows = NamedSharding(mesh, rules.spec("batch"))
         given = jax.device_put((model, batch), (shardings(model, mesh, rules), rows))
@@ -157,6 +162,14 @@ def test_what_is_not_rounded_before_is_rounded_at_each_call(rules, mesh, quantiz
     layer = Linear(16, 32, quantization=quantization, rngs=nnx.Rngs(0), **axes)
     with jax.set_mesh(make_mesh(mesh, jax.devices()[:2])):
         assert round_kernels(layer).rounded is None
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_tensorwise"])
+def test_rounded_weights_meet_explicit_axes(quantization):
+    program, _ = traced(
+        quantization, rules=fsdp(), axis_type="explicit", scan_layers=True
+    )
+    assert of_weights(loop_of(program), "convert_element_type", [E4M3, E5M2]) == []
 
 
 def test_a_layer_alone_is_rounded_in_a_copy():

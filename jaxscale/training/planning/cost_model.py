@@ -358,7 +358,9 @@ def _rounding(shape: Shape, layout: Layout) -> tuple[float, float]:
     if layout.quantization is None:
         return 0.0, 0.0
     inputs, gradients, parameters = _ROUNDING[layout.quantization]
-    if layout.microbatches > 1 and layout.pipe == layout.tensor == 1:
+    tensorwise = layout.quantization == "fp8_tensorwise"
+    again = tensorwise and layout.fsdp > 1 and layout.zero == 3
+    if layout.microbatches > 1 and layout.pipe == layout.tensor == 1 and not again:
         parameters = _ROUNDED_ONCE / layout.microbatches
     heads, d = shape.num_heads * shape.head_dim, shape.d_model
     read = 2 * d + heads + shape.d_ff
