@@ -178,6 +178,7 @@ def test_training_keeps_the_masks(tmp_path):
 @pytest.mark.parametrize("together", [True, False])
 def test_gate_that_lacks_a_tile_takes_no_row_out_of_a_four(together):
     model = small_model()
+    assert model.blocks is not None
     gate = model.blocks.mlp.gate.kernel
     gate[...] = gate[...].at[..., 64:128].multiply(1e-4)
     settings = {"sparsity": 0.6, "tile": 64, "scope": "global"}
