@@ -102,7 +102,7 @@ def _news(port: int) -> list[str]:
             "weights": ready or state.get("weights") == "loaded",
             "first programs": ready or 0 < programs == compiled,
             "ready": ready,
-            "whole": ready and compiled == programs,
+            "whole": ready and 0 < programs == compiled,
         }.items()
         if there
     ]

@@ -90,8 +90,9 @@ class Encoder:
                 ``scan_layers=False`` and without a mesh it takes longer to compile and
                 runs faster: `EncoderModel.unstacked`. Its parameters are taken now:
                 make another `Encoder` after they have changed. Of the memory of a stack
-                of layers this shares the projections that kernels read in place, two
-                thirds of a layer of BERT; of layers that are not a stack all else.
+                of layers this shares the projections that kernels read in place (on
+                Hopper in 16 bits: 7 of 12 parts of a layer of BERT); of layers that are
+                not a stack all else.
             tokenizer: The tokenizer of the model.
             pooling: How the vector of a text is made from those of its tokens.
             normalize: True: `encode` scales each embedding to length 1.

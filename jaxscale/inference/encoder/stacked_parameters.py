@@ -17,6 +17,7 @@ from jaxscale.models.encoder import EncoderModel
 from jaxscale.nn.blocks import Block
 from jaxscale.nn.linear import ColumnParallelLinear
 from jaxscale.nn.stacked import LayerOfStack
+from pallas_kernels import DeviceSpec
 
 
 _FEWEST = 8
@@ -30,11 +31,15 @@ def unstacked_in_place(model: EncoderModel) -> EncoderModel:
     hidden features. Where the layers of `model` are a stack, the arrays are its own.
     Otherwise they are copies, one kind of parameter after the other. Attention to
     relative positions has more readers of its projections, and keeps its own arrays.
+    So do all without that kernel, in 32 bits and on other devices: XLA would copy each
+    layer out of its stack.
     """
     result: Any = model.unstacked()
     if not isinstance(result.blocks, nnx.List) or len(result.blocks) < 2:
         return result
-    if model.config.relative is not None:
+    device = DeviceSpec.current()
+    hopper = device is not None and device.compute_capability[0] == 9
+    if model.config.relative is not None or not hopper:
         return result
     result = jax.tree.map(lambda p: p, result)  # its variables are to change
     layers = [
@@ -70,6 +75,7 @@ def _reads_in_place(layer: Any) -> bool:
         and layer.low_rank is None
         and layer.tensor_parallel is None
         and layer.kernel.dtype == layer.bias.dtype == layer.dtype
+        and layer.kernel.dtype.itemsize == 2
     )
 
 

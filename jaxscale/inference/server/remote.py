@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxscale.inference.engine.async_engine import AsyncEngine
 from jaxscale.inference.engine.output_processor import Sink
@@ -55,7 +55,8 @@ class _News:
         return bool(self.outputs or self.events or self.begun or self.steps)
 
 
-class _Entered(NamedTuple):
+@dataclasses.dataclass
+class _Entered:
     """A request in the engine."""
 
     id: str
@@ -118,11 +119,12 @@ class EngineHost:
             self._channel.send(("entered", number, sendable(error), load))
 
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        # Known before: its last output may come while `enter` is still here.
+        known = self._requests[number] = _Entered(request.id, sink, future)
         try:
-            future = self._engine.enter(request, sink, text=text)
+            future = known.future = self._engine.enter(request, sink, text=text)
         except Exception as error:
             future.set_exception(error)
-        self._requests[number] = _Entered(request.id, sink, future)
         future.add_done_callback(entered)
 
     def _do_leave(self, number: int) -> None:
@@ -268,7 +270,7 @@ class RemoteBackend:
         *,
         gone: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin to listen.
+        """Begin to listen, and wait until it is known how busy the engine is.
 
         Args:
             channel: To an `EngineHost`.
@@ -290,13 +292,15 @@ class RemoteBackend:
         self._on_event: Callable[[SchedulerEvent], None] = lambda event: None
         self._on_tick: Callable[[], None] = lambda: None
         self._sequences: dict[int, sequence.Sequence] = {}
-        self._closed = threading.Event()
+        self._closed, self._known = threading.Event(), threading.Event()
         self._recorded: concurrent.futures.Future[_Recording]
         self._async = AsyncEngine(self)
         self._thread = threading.Thread(
             target=self._listen, name="engine-news", daemon=True
         )
         self._thread.start()
+        self.load()
+        self._known.wait()
 
     def generate(self, request: Request) -> AsyncGenerator[Output]:
         """The request's outputs; closing the iterator aborts it."""
@@ -401,6 +405,7 @@ class RemoteBackend:
         for number, parts in outputs:
             stream = streams.get(number)
             if stream is not None:
+                stream.tell(None)  # outputs may overtake the word that it was admitted
                 stream.take(parts)
                 if not stream.remaining:
                     self._forget(number)
@@ -443,9 +448,11 @@ class RemoteBackend:
 
     def _on_load(self, load: Load) -> None:
         self._load = load
+        self._known.set()
 
     def _on_recorded(self, shares: str, events: list[Any]) -> None:
-        self._recorded.set_result(_Recording(shares, events))
+        if not self._recorded.done():  # the engine may have died
+            self._recorded.set_result(_Recording(shares, events))
 
     def _on_closed(self) -> None:
         self._closed.set()
@@ -455,6 +462,7 @@ class RemoteBackend:
             if self.error is not None:
                 return
             self.error = RuntimeError(why)
+            self._known.set()
             streams, self._streams = self._streams, {}
             self._by_sink.clear()
             waiting = getattr(self, "_recorded", None)

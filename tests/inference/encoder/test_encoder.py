@@ -1,5 +1,6 @@
 """Texts to embeddings: the real MiniLM, order, budgets, and every mistake by name."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -31,6 +32,7 @@ from jaxscale.models import (
     save,
 )
 from jaxscale.sharding import MeshConfig, create, fsdp_tp, make_mesh
+from pallas_kernels.mosaic import H200, use_device
 
 
 EXPECTED = Path(__file__).parents[2] / "fixtures" / "minilm" / "expected.safetensors"
@@ -208,13 +210,14 @@ def test_programs_read_layers_in_stacks():
     model = EncoderModel(config, scan_layers=False, rngs=nnx.Rngs(0), **types)
     many, tokenizer = texts(12), bert_tokenizer()
     for _ in range(2):
-        encoder = Encoder(model, tokenizer)
+        with use_device(H200):
+            encoder = Encoder(model, tokenizer)
+            separate = Encoder(model.unstacked(), tokenizer)
         arrays = encoder._programs._leaves
         kernel = model.blocks.mlp.up.kernel[...]
         assert sum(array is kernel for array in arrays) == 1
         # Vectors; kernels and biases of four projections; two matrices a layer; tables.
         assert len(arrays) == 1 + 2 * 4 + 2 * 4 + 3
-        separate = Encoder(model.unstacked(), tokenizer)
         assert len(separate._programs._leaves) == len(arrays)
         found = encoder.encode(many, token_budget=128)
         np.testing.assert_array_equal(separate.encode(many, token_budget=128), found)
@@ -228,6 +231,19 @@ def test_programs_read_layers_in_stacks():
         np.abs(Encoder(model, tokenizer).encode(many, token_budget=128) - found).max()
         > 0.1
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device"), [(jnp.bfloat16, None), (jnp.float32, H200)]
+)
+def test_layers_are_apart_where_no_kernel_reads_a_stack(dtype, device):
+    types = {"dtype": dtype, "param_dtype": dtype}
+    config = dataclasses.replace(encoder_preset("bert_tiny"), num_layers=2)
+    model = EncoderModel(config, scan_layers=False, rngs=nnx.Rngs(0), **types)
+    with use_device(device) if device else contextlib.nullcontext():
+        encoder = Encoder(model, bert_tokenizer())
+    shapes = {leaf.shape for leaf in encoder._programs._leaves}
+    assert model.blocks.mlp.up.kernel.shape not in shapes
 
 
 def compilations(encoder):

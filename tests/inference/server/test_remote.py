@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx2
 import pytest
 
+from jaxscale.inference.output import Output
 from jaxscale.inference.request import Overloaded, Request, SamplingParams
 from jaxscale.inference.server import ServerConfig, front, serve
 from jaxscale.inference.server.channel import Channel
@@ -86,6 +88,28 @@ def test_errors_of_admission_keep_what_they_say(harness, model):
     harness.run(test, model)
 
 
+def test_outputs_may_come_before_the_word_that_a_request_was_admitted(model):
+    """The engine's thread may be faster than the one that asked it."""
+    ours, theirs = map(Channel, socket.socketpair())
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        theirs.send(("load", model.backend.load()))
+        backend = RemoteBackend(ours, model.backend.config, model.tokenizer)
+        assert backend.load() == model.backend.load()
+
+        async def test():
+            task = asyncio.create_task(outputs(backend, request(max_tokens=1)))
+            while (message := await asyncio.to_thread(theirs.receive))[0] != "enter":
+                pass
+            number, asked = message[1:3]
+            end = Output(request=asked.id, index=0, tokens=(7,), finish="length")
+            theirs.send(("news", [(number, [end])], [], [], 1, None))
+            theirs.send(("entered", number, None, None))
+            return await asyncio.wait_for(task, WAIT)
+
+        (got,) = asyncio.run(test())
+        assert list(got.tokens) == [7] and got.finish == "length"
+
+
 def test_a_recording(harness, model):
     def record():
         with model.backend.recorded() as timeline:
@@ -148,9 +172,11 @@ def test_processes_that_end(llama, monkeypatch):
 
     thread = threading.Thread(target=run)
     thread.start()
-    url = None
     with httpx2.Client(timeout=WAIT) as client:
+        url, end = None, time.monotonic() + WAIT
         while url is None or client.get(f"{url}/ready").status_code != 200:
+            assert thread.is_alive() and time.monotonic() < end
+            time.sleep(0.02)
             url = f"http://127.0.0.1:{ports[0]}" if ports else None
         body = {"prompt": "to be", "max_tokens": 4, "ignore_eos": True}
         answer = client.post(f"{url}{PATH}", json=body)
