@@ -447,6 +447,9 @@ class RemoteBackend:
     def _on_recorded(self, shares: str, events: list[Any]) -> None:
         self._recorded.set_result(_Recording(shares, events))
 
+    def _on_loading(self, state: dict[str, Any]) -> None:
+        """It is loaded; a thread that compiled for it was late to tell."""
+
     def _on_closed(self) -> None:
         self._closed.set()
 
