@@ -143,6 +143,7 @@ def run(config: ServeConfig) -> None:
     logging.getLogger("jaxscale").setLevel(config.log_level.upper())
     with usage_errors():
         from jaxscale.inference.server import ServerConfig, serve
+        from jaxscale.inference.server.front import ServerLost
         from jaxscale.inference.server.run import LOOPBACK
 
         keys = _keys(config)
@@ -182,20 +183,25 @@ def run(config: ServeConfig) -> None:
                 flush=True,
             )
 
-        loaded = serve(
-            load,
-            settings,
-            host=config.host,
-            port=config.port,
-            access_log=config.access_log,
-            on_bound=bound,
-            own_process=generates,
-        )
+        code = 0
+        try:
+            loaded = serve(
+                load,
+                settings,
+                host=config.host,
+                port=config.port,
+                access_log=config.access_log,
+                on_bound=bound,
+                own_process=generates,
+            )
+        except ServerLost as error:
+            print(f"jaxscale: {error}", file=sys.stderr)
+            loaded, code = False, 1
     if not loaded:
         # What compiles cannot be stopped, and would abort the end of the interpreter.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
 
 
 def _keys(config: ServeConfig) -> tuple[str, ...]:

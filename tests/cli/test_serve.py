@@ -19,6 +19,7 @@ from flax import nnx
 from jaxscale.cli import serve
 from jaxscale.inference import EngineConfig, Request, SamplingParams
 from jaxscale.inference.server import ServedEncoder
+from jaxscale.inference.server.front import ServerLost
 from jaxscale.models import (
     Decoder,
     EncoderModel,
@@ -147,6 +148,19 @@ def test_a_longer_max_len_than_the_model_was_made_for(call, decoder):
     code, _, err = call(decoder, "--port", "0", "--engine.max-len", "100000")
     assert code == 2 and "max_len is 100000, expected at most" in err
     assert re.search(r"serving at http://127\.0\.0\.1:[1-9]\d*,", err)
+
+
+def test_a_server_that_is_lost_while_its_model_loads(call, decoder, monkeypatch):
+    """What compiles would hold up the end of the interpreter."""
+
+    def lost(*_, **__):
+        raise ServerLost("the process of the HTTP server has ended with 7")
+
+    monkeypatch.setattr("jaxscale.inference.server.serve", lost)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    code, _, err = call(decoder, "--port", "0")
+    assert code == 1
+    assert "jaxscale: the process of the HTTP server has ended with 7" in err
 
 
 @pytest.mark.slow

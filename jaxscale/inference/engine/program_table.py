@@ -55,6 +55,7 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
         self._buckets, self._prefills = buckets, prefills
         self._general = ADAPTED if adapted else ""
         self._total, self._stopped = 0, False
+        self._telling = threading.Lock()
 
     # Which are there.
 
@@ -165,7 +166,7 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
             scope: In which they are traced.
             cache: Cache of compiled programs.
             placement: Names the shardings of the results.
-            progress: Called after each program that is waited for.
+            progress: Called after each program that is waited for, until `stop`.
         """
         self._total = len(first) + len(behind)
         lowering = threading.Lock()  # Python, which the engine needs, too
@@ -194,14 +195,16 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
         pool.shutdown(wait=False)
         for future in concurrent.futures.as_completed(futures[: len(first)]):
             future.result()
-            if progress is not None:
-                progress()
+            with self._telling:
+                if progress is not None and not self._stopped:
+                    progress()
         for future in futures[len(first) :]:
             future.add_done_callback(_say_failure)
 
     def stop(self) -> None:
-        """Begin no more programs."""
-        self._stopped = True
+        """Begin no more programs, and tell of no more."""
+        with self._telling:
+            self._stopped = True
 
     def _rank(self, key: Key) -> int:
         """0 for what is needed at first, then the more the later."""

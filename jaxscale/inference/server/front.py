@@ -26,6 +26,16 @@ from jaxscale.inference.server.run import make_server
 from jaxscale.inference.server.service import Served
 
 
+_AT_ONCE = signal.SIGUSR1  # ends the other process without a drain
+
+
+class ServerLost(RuntimeError):
+    """The process of the HTTP server has failed while the model was loaded or compiled.
+
+    A thread is at that; a process that does not wait for it has to leave by `os._exit`.
+    """
+
+
 def serve_in_front(
     load: Callable[[], Served],
     config: ServerConfig,
@@ -42,10 +52,11 @@ def serve_in_front(
         access_log: Log one line per request.
 
     Returns:
-        Whether the model was loaded.
+        Whether the model was loaded and all its programs compiled.
 
     Raises:
-        RuntimeError: the other process has failed.
+        ServerLost: the other process has failed, before this is true.
+        RuntimeError: it has failed after that.
         Exception: what `load` raises.
     """
     ours, theirs = socket.socketpair()
@@ -68,13 +79,18 @@ def serve_in_front(
     with _passed_on(process) as sent:
         code = process.wait()
     channel.close()
-    if host.loaded or host.failure is not None:
+    if host.backend is not None or host.failure is not None:
         host.join()
     if host.failure is not None:
         raise host.failure
+    whole = False
+    if host.backend is not None:
+        compiled, programs = host.backend.load().programs
+        whole = compiled == programs
     if code and not sent:
-        raise RuntimeError(f"the process of the HTTP server has ended with {code}")
-    return host.loaded
+        lost = RuntimeError if whole else ServerLost
+        raise lost(f"the process of the HTTP server has ended with {code}")
+    return whole
 
 
 class _Host(threading.Thread):
@@ -86,7 +102,8 @@ class _Host(threading.Thread):
         if isinstance(load, Loading):
             load.on_change = lambda state: channel.send(("loading", state))
         self.failure: BaseException | None = None
-        self.loaded = False
+        self.backend: EngineBackend | None = None
+        """Its engine, once it is loaded."""
         self.start()
 
     def run(self) -> None:
@@ -104,7 +121,7 @@ class _Host(threading.Thread):
             self.failure = error
             self._channel.send(("failed", sendable(error)))
             return
-        self.loaded = True
+        self.backend = backend
         host = EngineHost(backend, self._channel)
         others = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
         del others["backend"], others["_texts"]
@@ -118,8 +135,9 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     sent: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        # Whoever sends SIGTERM may send it to both processes: it cannot say "at once".
+        process.send_signal(_AT_ONCE if sent else signal.SIGTERM)
         sent.append(number)
-        process.send_signal(signal.SIGTERM)
 
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -174,6 +192,12 @@ def main(listener: int, connection: int) -> None:
     logging.getLogger("jaxscale").setLevel(level)
     load = _Awaited(channel, lambda: server.stop())
     server = make_server(load, config, access_log=access_log)
+    server.patient = True
+
+    def at_once(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    signal.signal(_AT_ONCE, at_once)
     with socket.socket(fileno=listener) as sock:
         server.run([sock])
 

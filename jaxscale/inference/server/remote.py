@@ -454,6 +454,9 @@ class RemoteBackend:
         if not self._recorded.done():  # the engine may have died
             self._recorded.set_result(_Recording(shares, events))
 
+    def _on_loading(self, state: dict[str, Any]) -> None:
+        """It is loaded; a thread that compiled for it was late to tell."""
+
     def _on_closed(self) -> None:
         self._closed.set()
 

@@ -39,6 +39,8 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.service = service
+        self.patient = False
+        """Whether a second signal changes nothing."""
         self._asked = False
         self._ending: asyncio.Task[None] | None = None
 
@@ -48,7 +50,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take a signal."""
-        if self._asked:
+        if self._asked and not self.patient:
             super().handle_exit(sig, frame)
         self._asked = True
 
@@ -126,6 +128,9 @@ def serve(
 
     Raises:
         OSError: the address cannot be listened at.
+        ServerLost: the other process has failed while the model was loaded or compiled,
+            at which a thread is, as above.
+        RuntimeError: it has failed after that.
         Exception: what `load` raises.
     """
     config = _named(config, host)

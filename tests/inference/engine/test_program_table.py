@@ -102,6 +102,20 @@ def test_few_are_waited_for_and_do_everything(caplog):
     assert "no memory" in caplog.text
 
 
+def test_nothing_is_told_after_a_stop():
+    made, told, now = table(), [], threading.Event()
+    now.set()
+    programs = [(key, Jitted(now), ()) for key in KEYS]
+
+    def progress():
+        told.append(len(told))
+
+    made.stop()
+    options = {"scope": contextlib.nullcontext, "cache": None, "placement": ""}
+    made.compile(programs, [], progress=progress, **options)
+    assert not made and not told
+
+
 def test_programs_with_adapters_do_what_others_do():
     keys = [("decode_lora", 128, 1), ("forward_lora", 128), ("sample", 128)]
     made = table(keys, adapted=True)
