@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tuned_configs
@@ -33,6 +34,16 @@ from pallas_kernels.partition import by_shards, check_local
 
 OUT_NAME = "dense_out"
 """The name of the pre-activations, for policies of `jax.checkpoint`."""
+
+
+def reads_stacks(dtype: DTypeLike) -> bool:
+    """Whether `dense` reads its layer in place here, on Hopper and in 16 bits.
+
+    Otherwise XLA copies the layer out of the stack.
+    """
+    device = DeviceSpec.current()
+    hopper = device is not None and device.compute_capability[0] == 9
+    return hopper and jnp.dtype(dtype).itemsize == 2
 
 
 def dense(

@@ -64,7 +64,12 @@ class TileSparseSpec:
                 metadata_shape(tiles, self.tile, self.room), jnp.int32
             ),
         )
-        return TileSparse24(values=shapes[0], metadata=shapes[1], pattern=kept)
+        w = object.__new__(TileSparse24)  # whose fields are declared to be arrays
+        for name, part in zip(
+            ("values", "metadata", "pattern"), (*shapes, kept), strict=True
+        ):
+            object.__setattr__(w, name, part)
+        return w
 
 
 SHAPES = {

@@ -17,7 +17,7 @@ from jaxscale.models.encoder import EncoderModel
 from jaxscale.nn.blocks import Block
 from jaxscale.nn.linear import ColumnParallelLinear
 from jaxscale.nn.stacked import LayerOfStack
-from pallas_kernels import DeviceSpec
+from pallas_kernels.matmul.dense import reads_stacks
 
 
 _FEWEST = 8
@@ -37,9 +37,7 @@ def unstacked_in_place(model: EncoderModel) -> EncoderModel:
     result: Any = model.unstacked()
     if not isinstance(result.blocks, nnx.List) or len(result.blocks) < 2:
         return result
-    device = DeviceSpec.current()
-    hopper = device is not None and device.compute_capability[0] == 9
-    if model.config.relative is not None or not hopper:
+    if model.config.relative is not None or not reads_stacks(model.dtype):
         return result
     result = jax.tree.map(lambda p: p, result)  # its variables are to change
     layers = [
@@ -75,7 +73,6 @@ def _reads_in_place(layer: Any) -> bool:
         and layer.low_rank is None
         and layer.tensor_parallel is None
         and layer.kernel.dtype == layer.bias.dtype == layer.dtype
-        and layer.kernel.dtype.itemsize == 2
     )
 
 
