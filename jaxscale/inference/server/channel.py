@@ -27,6 +27,7 @@ class Channel:
         >>> left.close()
         >>> right.receive() is None
         True
+        >>> right.close()
     """
 
     def __init__(self, end: socket.socket) -> None:
