@@ -40,7 +40,7 @@ for _i, _j in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)):
             _PAIRS[_code] = _i, _j
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TileSparse24:
     """A tile-wise sparse weight [K,N] with 2:4 sparsity inside its kept rows; a pytree.
@@ -69,8 +69,6 @@ class TileSparse24:
     """The kept rows of each tile, in any order. Its `values` are None."""
 
     def __post_init__(self) -> None:
-        if not hasattr(self.values, "shape") or not hasattr(self.metadata, "shape"):
-            return  # a pytree of something else
         values, metadata = self.values.shape, self.metadata.shape
         *lead, room = np.shape(self.pattern.rows)
         columns = values[-2] if len(values) > 1 else 0
@@ -87,6 +85,20 @@ class TileSparse24:
                 f" for rows {(*lead, room)}: expected [T, G, P/2], int32 [T, G/64,"
                 " P/64, 128] and [T, P], of G and P that are multiples of 64"
             )
+
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:
+        """Leaves by field."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in names], None
+
+    @classmethod
+    def tree_unflatten(cls, static: None, leaves: Any) -> "TileSparse24":
+        """Puts leaves back, whatever they are: nothing is validated."""
+        del static
+        w = object.__new__(cls)
+        for field, leaf in zip(dataclasses.fields(cls), leaves, strict=True):
+            object.__setattr__(w, field.name, leaf)
+        return w
 
     @classmethod
     def compress(

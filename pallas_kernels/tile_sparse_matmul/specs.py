@@ -64,12 +64,7 @@ class TileSparseSpec:
                 metadata_shape(tiles, self.tile, self.room), jnp.int32
             ),
         )
-        w = object.__new__(TileSparse24)  # whose fields are declared to be arrays
-        for name, part in zip(
-            ("values", "metadata", "pattern"), (*shapes, kept), strict=True
-        ):
-            object.__setattr__(w, name, part)
-        return w
+        return TileSparse24.tree_unflatten(None, (*shapes, kept))
 
 
 SHAPES = {
