@@ -159,6 +159,7 @@ def test_signals_to_both_processes_drain(monkeypatch):
 
 def test_progress_that_comes_after_the_model():
     ours, theirs = map(Channel, socket.socketpair())
+    ours.send(("load", Load()))
     backend = RemoteBackend(theirs, Backend.config, None)
     ours.send(("loading", {"compiled": 1, "programs": 2, "weights": "loaded"}))
     ours.send(("closed",))
