@@ -55,7 +55,10 @@ WITHIN = 2e-3
 STEPS, EVERY = 6, 2
 """Of a run, and between the checkpoints of one that is broken."""
 
-DATA = ["--data.vocab-size=512", "--data.batch-size=8"]
+DATA = [
+    *("--data.vocab-size=512", "--data.batch-size=8"),
+    f"--data.paths={ROOT / 'docs'}",  # which is read and tokenized in a second or two
+]
 SHORT = ["--model.num-layers=4", "--scan-layers"]
 """What ``jaxscale train`` leaves of it, which compiles in seconds."""
 NARROW = [

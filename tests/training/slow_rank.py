@@ -131,6 +131,7 @@ def stop(kind, process):
 def main(kinds):
     from jaxscale.observability import read_run
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     for kind in kinds:
         job = run(kind)
         print(
