@@ -233,7 +233,7 @@ def test_states(monkeypatch, tmp_path):
         rows = [("a", 0, "dense", None, {"versions": versions})]
         (found, *_) = plan(monkeypatch, tmp_path, one, rows)
         assert found.states["dense"] == want
-    # PyTorch's time of more work shows that a row was disturbed; ours may be slower.
+    # A rival that is slower than at more work is a result: it is not measured again.
     one = benchmark("op", cases=("a", "b"), names=("mosaic_gpu", "torch_x"))
     times = [("a", 0, 1.1), ("b", 1, 1.0)]
     rows = [
@@ -242,8 +242,7 @@ def test_states(monkeypatch, tmp_path):
         for name in one.implementations
     ]
     (a, b) = plan(monkeypatch, tmp_path, one, rows)
-    assert a.states == {"mosaic_gpu": "fresh", "torch_x": due.SLOW}
-    assert not b.rows
+    assert not a.rows and not b.rows
     # Where no name is ours, all may be.
     steps = benchmark("op", cases=("a",), names=("one", "two"))
     rows = [("a", 0, "one", None, {"commit": "old"}), ("a", 0, "two", None, {})]
