@@ -113,6 +113,20 @@ def test_kernels_that_a_row_does_not_run_make_it_no_older(repository):
     assert a is None and b == f"kernels of op changed since {old}"
 
 
+def test_gradients_that_a_row_does_not_run_make_it_no_older(repository):
+    root, commit = repository
+    forward = "k 1, k 2"
+    old = commit("v = 1", {"op": {"a": f"{forward}, k_backward 3"}, "other": {}})
+    commit("v = 2", {"op": {"a": f"{forward}, k_backward 4"}, "other": {}})
+    history = due.History(root)
+    one = benchmark("op", cases=("a",))
+    trains, serves = (Case("a", {"pass": p}) for p in ("fwd_bwd", "fwd"))
+    assert history.stale(one, trains, "mosaic_gpu", old)
+    assert history.stale(one, serves, "mosaic_gpu", old) is None
+    whole = due.load_benchmark("encoder")
+    assert not whole.trains(whole.cases[0])
+
+
 def test_training_runs_collective_kernels_where_tensors_are_split():
     one = due.load_benchmark("training")
     by_name = {case.name: case for case in one.cases}
