@@ -100,6 +100,7 @@ def neighbor():
     alone = {n: x for n, x in os.environ.items() if n.partition("_")[0] != "JAX"}
     environment = alone | {"JAX_PLATFORMS": "cuda"}
     other = subprocess.Popen(code, stdout=subprocess.PIPE, env=environment)
+    assert other.stdout is not None
     other.stdout.readline()
     return other
 
