@@ -245,6 +245,9 @@ BENCHMARK = Benchmark(
     ],
     kernels=("varlen_attention", "matmul", "layer_norm"),
     trains=lambda case: False,
+    offers=lambda case, name: (
+        name != ("torch_sdpa" if config_of(case.params).relative else "flash_deberta")
+    ),
     inputs=inputs,
     reference=reference,
     implementations={

@@ -303,6 +303,30 @@ def everything():
     return due.plan(suite.COMMANDS, [], due.History())
 
 
+def test_what_no_case_can_give_is_not_due(everything):
+    """Gradients of forms that have none, sums by kernels of gathers, ..."""
+    wanted = {}
+    for one in everything:
+        params = one.case.params
+        kind = params.get("pass") or params.get("kind") or params.get("model")
+        wanted.setdefault((one.benchmark.name, kind), set()).update(one.states)
+    attention, gathers, sums, bert, deberta = (
+        wanted[key]
+        for key in (
+            ("varlen_attention", "fwd"),
+            ("collective_matmul", "all_gather"),
+            ("collective_matmul", "all_reduce"),
+            ("encoder", "bert_base"),
+            ("encoder", "deberta_v3_base"),
+        )
+    )
+    assert "mosaic_gpu_any_order" not in attention and "flash_attn_4" in attention
+    assert "low_latency" not in gathers and "order_of_k" in gathers
+    assert "low_latency" in sums and "order_of_k" not in sums
+    assert "flash_deberta" not in bert and "torch_sdpa" in bert
+    assert "flash_deberta" in deberta and "torch_sdpa" not in deberta
+
+
 def test_commands_ask_for_rows(everything):
     """Each line of the suite selects something, and what a table shows comes first."""
     for topic, line in suite.COMMANDS:
