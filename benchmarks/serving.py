@@ -448,6 +448,7 @@ BENCHMARK = Benchmark(
         ),
     ],
     kernels=("paged_attention", "varlen_attention", "tile_sparse_matmul"),
+    trains=lambda case: False,
     runs=lambda case, name, op: op != "tile_sparse_matmul" or is_pruned(case.params),
     inputs=lambda params, key: (),
     implementations={name: _in_child(name) for name in (*OURS, *SUMS, TORCH, "vllm")},
