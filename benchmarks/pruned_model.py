@@ -68,7 +68,7 @@ LAYERS = {TRAINED: SETUPS[TRAINED].model.num_layers, UNTRAINED: 2}
 
 MASKS = ("tw", "tew")
 SPARSITIES = (0.5, 0.75, 0.9)
-SPARSITIES_24 = (0.65, 0.75, 0.8, 0.85)
+SPARSITIES_24 = (0.5, 0.6, 0.65, 0.75, 0.8, 0.85)
 """Of tiles times 2:4 (``tw24``), which keep half of what tiles do."""
 SEED = 0
 SCALE = 0.02
@@ -332,7 +332,7 @@ def load(name: str) -> PrunedModel:
         with open(FILE.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one process trains, the others wait
             if not FILE.exists():
-                write(trained())
+                make()
     return _read(json.loads(FILE.read_text(encoding="utf-8")))
 
 
@@ -367,10 +367,8 @@ def write(found: Mapping[str, Any]) -> None:
 # --- Making it ------------------------------------------------------------------------
 
 
-def trained(
-    name: str = TRAINED, known: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Train, prune by every mask, train on, and say what is kept.
+def make(name: str = TRAINED, known: Mapping[str, Any] | None = None) -> None:
+    """Train, prune by every mask, train on, and write what is kept, mask by mask.
 
     Args:
         name: Of the model.
@@ -379,18 +377,26 @@ def trained(
     experiment = Experiment(SETUPS[name], SEED)
     control = experiment.tuned(experiment.whole)[0]
     dense = experiment.bits(control)
+    print(f"dense: {dense:.4f} bits a byte", flush=True)
     if known is None:
         two_four = experiment.masks("two_four", 0.5)
-        bits = {
-            "dense": dense,
-            "int8": experiment.bits(_quantized(control)),
-            "two_four": experiment.bits(experiment.tuned(two_four, UPDATED)[0]),
+        known = {
+            "model": name,
+            "seed": SEED,
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "tile": SETUPS[name].tile,
+            "bits_per_byte": {
+                "dense": dense,
+                "int8": experiment.bits(_quantized(control)),
+                "two_four": experiment.bits(experiment.tuned(two_four, UPDATED)[0]),
+            },
+            "masks": {},
         }
-        kept = {}
-    else:
-        bits, kept = dict(known["bits_per_byte"]), dict(known["masks"])
-    # The host ranks weights for the next masks while the GPU trains.
-    with ThreadPoolExecutor(4) as pool:
+    bits, kept = dict(known["bits_per_byte"]), dict(known["masks"])
+    # The host ranks and updates weights for the next masks while the GPU trains. More
+    # threads would wait for the interpreter.
+    with ThreadPoolExecutor(2) as pool:
         pending = {
             key: pool.submit(_pruned, experiment, *each)
             for each in masks()
@@ -401,19 +407,15 @@ def trained(
             lost = experiment.bits(experiment.tuned(found, UPDATED)[0]) - dense
             bits[key] = bits["dense"] + lost
             print(f"{key}: {bits[key]:.4f} bits a byte", flush=True)
-    head = known or {
-        "model": name,
-        "seed": SEED,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "tile": SETUPS[name].tile,
-    }
-    rounded = {key: round(value, 5) for key, value in bits.items()}
-    return {**head, "bits_per_byte": rounded, "masks": kept}
+            rounded = {each: round(value, 5) for each, value in bits.items()}
+            write({**known, "bits_per_byte": rounded, "masks": kept})
 
 
 def _pruned(experiment: Experiment, mask: Any, sparsity: float) -> tuple[Any, list]:
-    """A mask of the pruner, with no bound for a layer, and what it keeps."""
+    """A mask of the pruner, with no bound for a layer, and what it keeps.
+
+    The weights that it leaves are updated here, too: for `Experiment.tuned`.
+    """
     config = pruning.PruneConfig(
         pattern=mask,
         sparsity=sparsity,
@@ -422,6 +424,7 @@ def _pruned(experiment: Experiment, mask: Any, sparsity: float) -> tuple[Any, li
     )
     scores = experiment.scored.scores("taylor")
     masks = pruning.make_model_masks(experiment.dense, scores, config)
+    experiment.scored.updated(UPDATED, masks)
     return masks, parts_of(experiment.dense, masks)
 
 
@@ -480,7 +483,7 @@ def main() -> int:
         print("there is no GPU to train on; nothing was written", file=sys.stderr)
         return 1
     known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else None
-    write(trained(known=known))
+    make(known=known)
     print(f"wrote {FILE}")
     return 0
 
