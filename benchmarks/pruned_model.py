@@ -7,8 +7,10 @@ default, ranked over all layers, updates the kept weights, trains on under each 
 (and under 2:4 alike), and writes what
 `jaxscale.pruning.sparsify` keeps, with the bits per byte of each model, to
 ``benchmarks/pruned_model.json``. Benchmarks of speed read that file, and make it on a
-GPU where it is missing. Where it is there, masks that it lacks are added: their bits
-are those of the dense model in it and what they lose in the training at hand.
+GPU where it is missing. Where it is there, masks that it lacks are added, and those of
+patterns that the command names (``python -m benchmarks.pruned_model tw tew``) made
+anew: their bits are those of the dense model in it and what they lose in the training
+at hand.
 
 Scaled to a matrix of r times the inputs and c times the outputs, every tile stands for
 c tiles, each of which keeps r times as many rows, and every dropped column for c
@@ -35,7 +37,7 @@ import json
 import operator
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -307,7 +309,7 @@ def with_sparse_layers(
 def masks() -> list[tuple[str, float]]:
     """All masks and their sparsities."""
     plain = [(mask, sparsity) for mask in MASKS for sparsity in SPARSITIES]
-    return plain + [("tw24", sparsity) for sparsity in SPARSITIES_24]
+    return [*(("tw24", sparsity) for sparsity in SPARSITIES_24), *plain]
 
 
 def label(mask: str, sparsity: float) -> str:
@@ -367,12 +369,17 @@ def write(found: Mapping[str, Any]) -> None:
 # --- Making it ------------------------------------------------------------------------
 
 
-def make(name: str = TRAINED, known: Mapping[str, Any] | None = None) -> None:
+def make(
+    name: str = TRAINED,
+    known: Mapping[str, Any] | None = None,
+    anew: Collection[str] = (),
+) -> None:
     """Train, prune by every mask, train on, and write what is kept, mask by mask.
 
     Args:
         name: Of the model.
         known: What the file says: masks that it has are left as they are.
+        anew: Patterns of which they are not.
     """
     experiment = Experiment(SETUPS[name], SEED)
     control = experiment.tuned(experiment.whole)[0]
@@ -400,7 +407,7 @@ def make(name: str = TRAINED, known: Mapping[str, Any] | None = None) -> None:
         pending = {
             key: pool.submit(_pruned, experiment, *each)
             for each in masks()
-            if (key := label(*each)) not in kept or key not in bits
+            if (key := label(*each)) not in kept or key not in bits or each[0] in anew
         }
         for key, future in pending.items():
             found, kept[key] = future.result()
@@ -477,13 +484,13 @@ def parts_of(model: Any, masks: pruning.Masks) -> list[dict[str, dict[str, Any]]
     return found
 
 
-def main() -> int:
-    """Make the file, or what it lacks."""
+def main(anew: Sequence[str] | None = None) -> int:
+    """Make the file, or what it lacks, and the patterns that the command names anew."""
     if not timing.on_gpu():
         print("there is no GPU to train on; nothing was written", file=sys.stderr)
         return 1
     known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else None
-    make(known=known)
+    make(known=known, anew=sys.argv[1:] if anew is None else anew)
     print(f"wrote {FILE}")
     return 0
 

@@ -120,7 +120,8 @@ def test_a_model_is_trained_written_and_read(tmp_path, monkeypatch, capsys):
     pruned_model.make("tiny")
     without = json.loads(pruned_model.FILE.read_text())
     monkeypatch.setattr(pruned_model, "SPARSITIES_24", (0.75,))
-    pruned_model.make("tiny", without)  # what it lacks alone
+    stored = {**without, "masks": {**without["masks"], "tw 0.5": []}}
+    pruned_model.make("tiny", stored, ["tw"])  # what it lacks, and that alone
     found = json.loads(pruned_model.FILE.read_text())
     tw24 = found["masks"].pop("tw24 0.75")
     assert found["masks"] == without["masks"] and len(tw24) == 2
@@ -137,5 +138,5 @@ def test_without_a_file_and_a_gpu_nothing_is_made(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(pruned_model, "FILE", tmp_path / "pruned_model.json")
     with pytest.raises(NotImplementedError, match=r"-m benchmarks\.pruned_model"):
         pruned_model.load.__wrapped__(pruned_model.TRAINED)
-    assert pruned_model.main() == 1 and "no GPU" in capsys.readouterr().err
+    assert pruned_model.main([]) == 1 and "no GPU" in capsys.readouterr().err
     assert jax.devices()[0].platform == "cpu" and not [*tmp_path.iterdir()]
