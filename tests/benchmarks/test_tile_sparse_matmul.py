@@ -93,6 +93,13 @@ def test_speed_stands_beside_accuracy_and_the_ideal(monkeypatch):
     assert benchmark.compare(SMALL, {"auto": 1.0}) == {"auto": {"bits_per_byte": 1.7}}
 
 
+def test_a_mask_that_the_model_lacks_is_said_and_not_timed():
+    case = dataclasses.replace(benchmark.QUICK, params=SMALL | {"sparsity": 0.99})
+    ((_, found),) = benchmark.measure([case], ["auto", "dense"], 1)
+    assert all("lacks tw 0.99" in one.reason for one in found.values())
+    assert benchmark.compare(case.params, {}) == {}
+
+
 def test_what_all_layers_keep_and_take_is_said():
     """Ours of each layer, whose shapes differ; a baseline of one, as often."""
     form, dense = benchmark.FORMS["auto"](TEW), benchmark.FORMS["dense"](TEW)
