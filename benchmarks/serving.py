@@ -69,6 +69,7 @@ from benchmarks.workloads.serving_cases import (
     token_case,
 )
 from benchmarks.workloads.serving_model import SMALL, config_of, random_model
+from jaxscale.inference.engine.device_share import reserve_for_serving
 from jaxscale.observability.trace_events import write_events
 
 
@@ -475,6 +476,8 @@ _KINDS: dict[str, Callable[..., Any]] = {
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         name, *arguments = json.loads(sys.argv[2])
+        if name != TORCH:
+            reserve_for_serving()
         result = _KINDS[name](name, *arguments)
         if (peak := _peak_gib(name)) is not None:
             result["metrics"]["peak_gib"] = peak

@@ -278,6 +278,8 @@ def _round_rows(
     width, layout = _row_layout(k, operands[0].dtype)
     held = k * (2 * len(operands) - 1 + len(vectors))  # in registers
     rows = min(m, max(1, MOST_COLUMNS // held))
+    while rows > 1 and pl.cdiv(m, rows // 2) <= device.num_sms:
+        rows //= 2  # few rows are shared by all multiprocessors
     few = k * len(operands) <= _WIDEST_OF_THREE
     at_a_time = (3 if few else 2) * device.num_sms
     turns = pl.cdiv(pl.cdiv(m, rows), at_a_time)

@@ -110,9 +110,16 @@ def test_interpreted_kernels_are_the_portable_op_in_every_bit(m, k, dtype, x_dty
     assert_same(interpreted(x, dtype, through), all_of(x, dtype, "xla", through))
 
 
-def test_rows_of_any_number():
-    x = numbers(129, 1024)  # each block takes 16 rows at a time
-    with use_device(SMALL), interpret_mosaic_gpu(detect_races=True):
+@pytest.mark.parametrize(
+    ("rows", "device"),
+    [
+        (129, SMALL),  # each block takes 16 rows at a time
+        (5, dataclasses.replace(H200, num_sms=4)),  # two
+    ],
+)
+def test_rows_of_any_number(rows, device):
+    x = numbers(rows, 1024)
+    with use_device(device), interpret_mosaic_gpu(detect_races=True):
         found = quantize_rows(x, E4M3, implementation="mosaic_gpu")
         found = jax.tree.map(np.asarray, found)
     assert_same(found, quantize_rows(x, E4M3, implementation="xla"))

@@ -25,6 +25,11 @@ class PageTables:
         self._config = config
         self._watermark = math.ceil(config.watermark * config.num_pages)
 
+    @property
+    def room(self) -> int:
+        """Pages that admission may fill."""
+        return self.pool.num_pages - self._watermark
+
     def sharable(self, c: Sequence) -> int:
         """Full pages before its last token, which must be computed anyway."""
         if not self._config.prefix_cache:
@@ -47,8 +52,12 @@ class PageTables:
             found: The result of `find` for it.
             alone: No other running sequence will need pages too.
         """
-        needed = self._size(c) - len(found) + self.pool.num_unheld(found)
-        return needed - self.pool.num_available + (0 if alone else self._watermark)
+        reserved = 0 if alone else self._watermark
+        return self.adds(c, found) - self.pool.num_available + reserved
+
+    def adds(self, c: Sequence, found: abc.Sequence[int]) -> int:
+        """Number of pages that `admit` makes unavailable."""
+        return self._size(c) - len(found) + self.pool.num_unheld(found)
 
     def gains(
         self, others: Iterable[Sequence], found: abc.Sequence[int]
