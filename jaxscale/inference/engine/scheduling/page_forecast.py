@@ -3,10 +3,12 @@
 Legend: G tokens of a page.
 """
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
 
+from jaxscale.inference.engine.scheduling.block_pool import BlockPool
 from jaxscale.inference.engine.scheduling.sequence import Sequence
 
 
@@ -55,15 +57,15 @@ class PageForecast:
 
     Example:
         >>> forecast = PageForecast(10, page_size=4)
-        >>> forecast.add(3, 16), forecast.add(2, 4)
+        >>> forecast.add(3, 4, 16), forecast.add(2, 1, 4)
         (None, None)
-        >>> forecast.fits(1, 4)  # 9 when two end, then 7
+        >>> forecast.fits(1, 1, 4)  # 9 when two end, then 7
         True
-        >>> forecast.fits(1, 16)  # 11 at the end
+        >>> forecast.fits(1, 4, 16)  # 12 at the end
         False
     """
 
-    def __init__(self, room: float, *, page_size: int) -> None:
+    def __init__(self, room: int, *, page_size: int) -> None:
         """No sequence holds any.
 
         Args:
@@ -73,17 +75,23 @@ class PageForecast:
         self._room, self._size = room, page_size
         self._pages: list[int] = []
         self._left: list[float] = []
-        self._all = 0.0
+        self._all = 0
 
-    def add(self, pages: int, left: float) -> None:
-        """Add a sequence that holds so many pages, and has so many tokens left."""
+    def add(self, pages: int, more: int, left: float) -> None:
+        """Add a sequence.
+
+        Args:
+            pages: That it holds.
+            more: Pages that it will hold besides.
+            left: Tokens that it has yet to come.
+        """
         self._pages.append(pages)
         self._left.append(left)
-        self._all += pages + left / self._size
+        self._all += pages + more
 
-    def fits(self, pages: int, left: float) -> bool:
+    def fits(self, pages: int, more: int, left: float) -> bool:
         """Whether there is room for another one; alone it has all that there is."""
-        if not self._pages or self._all + pages + left / self._size <= self._room:
+        if not self._pages or self._all + pages + more <= self._room:
             return True  # even if none ended before the others
         steps = np.array([*self._left, left])
         longest = np.argsort(-steps)
@@ -92,29 +100,32 @@ class PageForecast:
         return float((held + grown).max()) <= self._room
 
 
+def growth(
+    c: Sequence, num_pages: int, lengths: AnswerLengths, page_size: int
+) -> tuple[int, float]:
+    """Pages besides so many, and tokens, that a sequence is expected to have yet."""
+    left = lengths.left(c)
+    whole = math.ceil((len(c.tokens) + left) / page_size)
+    return max(whole - num_pages, 0), left
+
+
 def forecast(
-    running: Iterable[Sequence],
-    lengths: AnswerLengths,
-    *,
-    room: float,
-    num_held: int,
-    page_size: int,
-    level: int,
+    running: Iterable[Sequence], lengths: AnswerLengths, pool: BlockPool, level: int
 ) -> PageForecast:
     """The forecast for sequences of a priority, or of a higher one.
 
     Args:
         running: All sequences that hold pages.
         lengths: What is expected of them.
-        room: Pages that there are.
-        num_held: Pages that are held, those that several sequences hold counted once.
-        page_size: G.
+        pool: The pages.
         level: `Sequence.order[0]` of the priority; others yield to it.
     """
-    running = list(running)
-    shared = sum(len(c.pages) for c in running) - num_held
-    found = PageForecast(room + max(shared, 0), page_size=page_size)
+    running, size = list(running), pool.page_size
+    # What several sequences hold is there once.
+    shared = sum(len(c.pages) for c in running) - pool.num_held
+    found = PageForecast(pool.num_pages + max(shared, 0), page_size=size)
     for c in running:
         if c.order[0] <= level:
-            found.add(len(c.pages), lengths.left(c))
+            held = len(c.pages)
+            found.add(held, *growth(c, held, lengths, size))
     return found

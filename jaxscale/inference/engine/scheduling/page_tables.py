@@ -25,11 +25,6 @@ class PageTables:
         self._config = config
         self._watermark = math.ceil(config.watermark * config.num_pages)
 
-    @property
-    def room(self) -> int:
-        """Pages that admission may fill."""
-        return self.pool.num_pages - self._watermark
-
     def sharable(self, c: Sequence) -> int:
         """Full pages before its last token, which must be computed anyway."""
         if not self._config.prefix_cache:
@@ -57,7 +52,7 @@ class PageTables:
 
     def adds(self, c: Sequence, found: abc.Sequence[int]) -> int:
         """Number of pages that `admit` makes unavailable."""
-        return self._size(c) - len(found) + self.pool.num_unheld(found)
+        return self.size(c) - len(found) + self.pool.num_unheld(found)
 
     def gains(
         self, others: Iterable[Sequence], found: abc.Sequence[int]
@@ -77,11 +72,11 @@ class PageTables:
     def admit(self, c: Sequence, found: list[int]) -> None:
         """Hold the found pages, and allocate the rest for its tokens and a step."""
         self.pool.hold(found)
-        c.pages = found + self.pool.allocate(self._size(c) - len(found))
+        c.pages = found + self.pool.allocate(self.size(c) - len(found))
         c.kv = len(found) * self._config.page_size
         c.named = len(found)
 
-    def _size(self, c: Sequence) -> int:
+    def size(self, c: Sequence) -> int:
         """Number of pages of an admitted sequence."""
         reach = min(len(c.tokens) + 1 + self._config.drafts, c.limit - 1)
         return self.pool.pages_for(max(reach, len(c.tokens)))

@@ -19,6 +19,7 @@ from jaxscale.inference.engine.scheduling.page_forecast import (
     AnswerLengths,
     PageForecast,
     forecast,
+    growth,
 )
 from jaxscale.inference.engine.scheduling.page_tables import PageTables
 from jaxscale.inference.engine.scheduling.request_table import RequestTable
@@ -323,7 +324,9 @@ class Scheduler:
             if expected is None or level != c.order[0]:
                 level = c.order[0]
                 expected = self._forecast(level)
-            size = self._tables.adds(c, found), self._lengths.left(c)
+            held, page_size = self._tables.size(c), self.config.page_size
+            added = self._tables.adds(c, found)
+            size = added, *growth(c, held, self._lengths, page_size)
             if not expected.fits(*size):
                 self._refused = c, self._changes
                 break
@@ -345,14 +348,7 @@ class Scheduler:
         return ready
 
     def _forecast(self, level: int) -> PageForecast:
-        return forecast(
-            self._preemptible(),
-            self._lengths,
-            room=self._tables.room,
-            num_held=self.pool.num_held,
-            page_size=self.config.page_size,
-            level=level,
-        )
+        return forecast(self._preemptible(), self._lengths, self.pool, level)
 
     def _count_admission(self, c: Sequence, now: float) -> None:
         self._events.append(

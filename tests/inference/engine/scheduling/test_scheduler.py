@@ -312,13 +312,23 @@ def test_a_forecast_is_the_most_that_are_ever_held(room):
     for _ in range(200):
         held = [(rng.randint(1, 4), 4 * rng.randint(0, 6)) for _ in range(3)]
         forecast = PageForecast(room, page_size=4)
-        for each in held[:2]:
-            forecast.add(*each)
+        for pages, left in held[:2]:
+            forecast.add(pages, left // 4, left)
         most = max(
             sum(pages + step / 4 for pages, left in held if left >= step)
             for step in range(25)
         )
-        assert forecast.fits(*held[2]) == (most <= room)
+        pages, left = held[2]
+        assert forecast.fits(pages, left // 4, left) == (most <= room)
+
+
+def test_nobody_waits_where_there_are_pages_for_all_that_all_slots_may_have():
+    server = Server(config(num_pages=8 * 10))
+    server.add(*requests(8, length=9, most=31))
+    server.tick(), server.tick(), server.tick(), server.tick(), server.tick()
+    assert server.scheduler.num_running == 8
+    server.run()
+    assert server.scheduler.counts.preempted == 0
 
 
 def test_who_ends_early_makes_room_for_more():
