@@ -654,7 +654,8 @@ def test_one_warpgroup_takes_short_sequences_and_few_tiles():
     assert consumers(1, 1024) == 1 and consumers(1, 1024, keys=16384) == 3
     assert consumers(1, 1024, heads=64) == 3  # more tiles than fit at once
     assert consumers(8, 1024, heads=64, window=(127, 0)) == 1
-    assert consumers(8, 1024, heads=64, window=(127, 1)) == 3
+    assert consumers(8, 1024, heads=64, window=(64, 64)) == 1
+    assert consumers(8, 1024, heads=64, window=(128, 1)) == 3
     assert consumers(8, 1024, heads=64, window=(1023, 0)) == 3
     assert consumers(8, 1024, heads=64, window=(None, 0)) == 3
     assert consumers(1024, 8) == 2  # too many to search through
