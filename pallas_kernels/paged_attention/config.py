@@ -40,27 +40,25 @@ class PagedAttentionConfig:
             raise ValueError(f"slots {self.slots}, expected None or at least 2")
 
 
-def default_split(
-    rows: int, kv_heads: int, page: int, num_sms: int, narrow: bool
-) -> int:
+def default_split(rows: int, kv_heads: int, page: int, num_sms: int) -> int:
     """Tokens per split where none are named.
 
     A split has a fixed cost, and a row a sum of its splits; but while there are fewer
-    splits than multiprocessors, more of them read memory faster. The number of tiles,
-    one a row and key/value head, decides, and no length: bits of a row are the same
-    whatever the others hold. For 4,096 tokens of 8 key/value heads of 128 on 132
+    splits than teams, more of them read memory faster. So a context of 4,096 tokens is
+    cut into as many as fill the GPU once, of 512 to 2,048 tokens: with longer ones a
+    row that is far longer than the others would end alone. The number of tiles, one a
+    row and key/value head, decides, and no length: bits of a row are the same whatever
+    the others of the call hold. For 4,096 tokens of 8 key/value heads of 128 on 132
     multiprocessors splits of 512, 1,024 and 2,048 tokens took, in 8 bits, 19, 26 and
-    42 us with one row, 34, 32 and 45 with 8, and 94, 90 and 86 with 32.
+    42 us with one row, 34, 32 and 45 with 8, and 94, 90 and 86 with 32; in 16 bits 43
+    and 40 with 8, and 135, 135 and 133 with 32.
 
     Args:
         rows: B, of the call, whether they are real or not.
         kv_heads: K.
         page: G; a split has at most `MOST_PAGES` pages.
-        num_sms: multiprocessors.
-        narrow: whether pages are of 8 bits; for 16 bits splits have 512 tokens.
+        num_sms: multiprocessors, each with two teams.
     """
-    if not narrow:
-        return 512
-    tiles = rows * kv_heads
-    split = 2048 if tiles >= num_sms else 1024 if 4 * tiles >= num_sms else 512
+    share = rows * kv_heads / (2 * num_sms)  # of the teams, if each had a tile
+    split = 2048 if share > 0.375 else 1024 if share > 0.1875 else 512
     return min(split, MOST_PAGES * page)

@@ -73,10 +73,7 @@ def make_problem(
     rows, queries, heads, head_dim = x.q.shape
     _, num_pages, _, kv_heads, page, _ = x.pages.shape
     group = heads // kv_heads
-    split = config.split
-    if split is None:
-        narrow = x.kv_scales is not None
-        split = default_split(rows, kv_heads, page, device.num_sms, narrow)
+    split = config.split or default_split(rows, kv_heads, page, device.num_sms)
     _check(x, group, config.teams, split)
     problem = Problem(
         rows=rows,

@@ -36,8 +36,10 @@ seven matmuls instead of five cost the backward pass more than they save."""
 _NARROW = 128
 """Widest window, its two sides together, for tiles of 64 tokens, which see the fewest
 keys: 192 where tiles of 192 tokens see 320. One warpgroup with such a tile took 0.7 of
-the time, four that share keys 0.9 of the time of one warpgroup. With wider windows
-these numbers come closer to each other; none was timed."""
+the time, four that share keys 0.66. In the backward pass one warpgroup with 64 rows
+multiplies 192 queries by each key seven times, where tiles of 128 keys multiply 256 to
+384 five times: 0.52 to 0.57 of the time. With wider windows these numbers come closer
+to each other; none was timed."""
 
 _FP8_LONG = 2048
 """Average number of keys from which 192 keys a step of 8 bits pay off without a mask:
@@ -351,16 +353,20 @@ def is_narrow(window: tuple[int | None, int | None]) -> bool:
 
 
 def backward_blocks(
-    problem: Problem, device: DeviceSpec, alibi: bool = False, relative: bool = False
+    problem: Problem,
+    device: DeviceSpec,
+    alibi: bool = False,
+    relative: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
 ) -> BackwardBlocks:
     """The backward blocks of a problem that was never tuned.
 
     Returns:
         The tiles for the head dim, with a block per query head for long sequences. For
-        short ones, or if all tiles fit on the GPU at once, the kernel for short
-        sequences, except with ALiBi.
+        short ones, narrow windows, or if all tiles fit on the GPU at once, the kernel
+        for short sequences, except with ALiBi.
     """
-    if relative or (_is_short_backward(problem, device) and not alibi):
+    if relative or (_is_short_backward(problem, device, window) and not alibi):
         return BackwardBlocks(consumers=1, block_q=ROWS, block_k=ROWS)
     is_long = problem.queries >= _LONG * problem.max_seqs
     block_q, block_k = BACKWARD_TILES[problem.head_dim]
@@ -372,7 +378,9 @@ def backward_blocks(
     )
 
 
-def _is_short_backward(problem: Problem, device: DeviceSpec) -> bool:
+def _is_short_backward(
+    problem: Problem, device: DeviceSpec, window: tuple[int | None, int | None]
+) -> bool:
     """True if blocks of one warpgroup are faster."""
     if problem.head_dim != 64 or problem.max_seqs > MOST_SHORT_SEQUENCES:
         return False
@@ -382,4 +390,4 @@ def _is_short_backward(problem: Problem, device: DeviceSpec) -> bool:
     tiles += problem.kv_heads * math.ceil(problem.keys / ROWS)
     few = problem.rows * tiles <= _SHORT_BACKWARD_BLOCKS * device.num_sms
     few = few and max(keys, queries * problem.groups) <= _SHORT_KEYS
-    return max(queries, keys) <= _SHORT_BACKWARD or few
+    return max(queries, keys) <= _SHORT_BACKWARD or few or is_narrow(window)

@@ -259,7 +259,8 @@ class _Kernels:
         alibi, relative = self.scores.alibi, self.scores.relative is not None
         blocks = self.config.backward
         if blocks is None:
-            blocks = backward_blocks(problem, self.device, alibi, relative)
+            window = self.scores.window
+            blocks = backward_blocks(problem, self.device, alibi, relative, window)
         if relative and blocks.consumers != 1:
             raise Unsupported(
                 "varlen_attention: a gradient with a relative bias and consumers="
