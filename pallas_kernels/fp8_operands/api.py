@@ -176,7 +176,8 @@ def quantize_gated(
     _check_alike(gate, up)
     check_fp8(dtype=dtype)
     check_activation(activation)
-    call = _Call.of(implementation, dtype, activation=activation, blocks=blocks)
+    more = {"activation": activation, "blocks": blocks}
+    call = _Call.of(implementation, dtype, **more)
     return QuantizedRows(*_quantize_gated((gate, up), call))
 
 
@@ -193,7 +194,8 @@ def quantize_gated_gradients(
     """The gradients of ``activation(gate) * up`` in 8 bits, by rows.
 
     Both have the same scale for a row, so a matmul may add up both; not with `blocks`.
-    They are rounded to the type of `gate` first. On Hopper GPUs a kernel reads each array once.
+    They are rounded to the type of `gate` first. On Hopper GPUs a kernel reads each
+    array once.
 
     Args:
         gate: [M,K].
@@ -224,7 +226,8 @@ def quantize_gated_gradients(
     _check_alike(gate, up, g)
     check_fp8(dtype=dtype)
     check_activation(activation)
-    call = _Call.of(implementation, dtype, activation=activation, blocks=blocks)
+    more = {"activation": activation, "blocks": blocks}
+    call = _Call.of(implementation, dtype, **more)
     first, second, scale, *largest = _quantize_gated_gradients((gate, up, g), call)
     if blocks:
         return QuantizedRows(first, scale, None), QuantizedRows(second, *largest, None)
@@ -599,21 +602,7 @@ _transpose = _op(
     lambda arrays, _: mosaic_gpu.transpose(*arrays),
     lambda arrays, _: arrays[0].T,
 )
-_quantize_and_transpose_blocks = _op(
-    "transpose_blocks",
-    lambda arrays, _: mosaic_gpu.transpose_blocks(*arrays),
-    lambda arrays, _: xla.transpose_blocks(*arrays),
-)
-_quantize_squares = _op(
-    "quantize_squares",
-    lambda arrays, call: mosaic_gpu.quantize_squares(
-        arrays[0], call.dtype, through=call.through
-    ),
-    lambda arrays, call: xla.quantize_squares(
-        arrays[0], call.dtype, through=call.through
-    ),
-)
-_transpose = _op(
+_quantize_and_transpose = _op(
     "quantize_and_transpose",
     lambda arrays, call: mosaic_gpu.quantize_and_transpose(
         arrays[0], inverse_scale(arrays[1]), call.dtype, through=call.through

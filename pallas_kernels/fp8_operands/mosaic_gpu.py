@@ -409,7 +409,7 @@ def _round_blocks(
     vectors: Sequence[jax.Array] = (),
     results: int = 1,
 ) -> tuple[jax.Array, ...]:
-    """Rounds what a function makes of each row, each `BLOCK` numbers by their own scale.
+    """Rounds what a function makes of each row, `BLOCK` numbers by a scale of theirs.
 
     Args:
         name: of the kernel.
@@ -597,9 +597,7 @@ def transpose_rows(
     return turned, _number(bits)
 
 
-def transpose_blocks(
-    data: jax.Array, scale: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def transpose_blocks(data: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rounds ``data * scale`` again, by scales of blocks of columns, and transposes it.
 
     Args:

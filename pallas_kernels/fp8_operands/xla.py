@@ -51,7 +51,7 @@ def quantize_rows(
 
 def _round_blocks(wide: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Rounds each block of a row by its own scale: [M,K] and [M,K/128]."""
-    m, k = wide.shape
+    k = wide.shape[1]
     scale = power_of_two_scale(_largest(_in_blocks(wide, 1), 2), dtype)
     inverse = jnp.repeat(inverse_scale(scale), BLOCK, axis=1)[:, :k]
     return (wide * inverse).astype(dtype), scale
@@ -61,7 +61,8 @@ def _in_blocks(x: jax.Array, axis: int) -> jax.Array:
     """[M,K] with an axis, filled with zeros, in blocks: [M,K/128,128]."""
     widths = [(0, -size % BLOCK if axis == i else 0) for i, size in enumerate(x.shape)]
     x = jnp.pad(x, widths)
-    return x.reshape(*x.shape[:axis], -1, BLOCK, *x.shape[axis + 1 :])
+    count = x.shape[axis] // BLOCK
+    return x.reshape(*x.shape[:axis], count, BLOCK, *x.shape[axis + 1 :])
 
 
 def quantize_squares(
@@ -167,9 +168,7 @@ def quantize_gated_gradients(
     return *data, scale, *(_largest(x, 0) for x in both)
 
 
-def transpose_blocks(
-    data: jax.Array, scale: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def transpose_blocks(data: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rounds ``data * scale`` again, by scales of blocks of columns, and transposes it.
 
     Args:

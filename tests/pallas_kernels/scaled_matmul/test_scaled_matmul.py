@@ -146,6 +146,10 @@ def test_xla_equals_the_reference_by_blocks(types, square):
 
 def test_scales_of_blocks_are_checked():
     a, b, a_scale, b_scale = block_operands(6, 256, 256)
-    for scales in ((a_scale[:, :1], b_scale), (a_scale, b_scale[0]), (a_scale[0], b_scale)):
+    for scales in (
+        (a_scale[:, :1], b_scale),
+        (a_scale, b_scale[0]),
+        (a_scale[0], b_scale),
+    ):
         with pytest.raises(ValueError, match="scale has type float32 and shape"):
             scaled_matmul(a, b, *scales)
