@@ -372,10 +372,12 @@ class _Block:
         accumulator = plgpu.WGMMAAccumulatorRef((GROUP, self.problem.rows), jnp.float32)
         return pl.run_scoped(scoped, *[accumulator] * UNIT)
 
-    def part(self, i: int, stage: Stage, unit: Scalar, part: Scalar) -> Ref:
-        """Where a part of the sums of a shared unit lies, [2,64,M]."""
-        first = self.schedule.first_parts[i]
-        return self.refs["parts"].at[first + unit * stage.parts + part]
+    def part(self, stage: Stage, unit: Scalar, part: Scalar) -> Ref:
+        """Where a part of the sums of a shared unit lies, [2,M/8,64,8].
+
+        What a warp stores or loads at a time, 8 requests of 8 features, is contiguous.
+        """
+        return self.refs["parts"].at[unit * stage.parts + part]
 
     def store_part(
         self, i: int, stage: Stage, unit: Scalar, piece: Piece, sums: list[jax.Array]
@@ -383,25 +385,33 @@ class _Block:
         """Leaves sums to who finishes the unit."""
         unit = unit - (stage.units - stage.shared_units)
         for j, values in enumerate(sums):
-            self.part(i, stage, unit, piece.part).at[j][...] = values
+            there = self.part(stage, unit, piece.part).at[j]
+            for n in range(stage.rows // 8):
+                there.at[n][...] = values[:, 8 * n : 8 * (n + 1)]
         self.signal(self.units.at[self.of_units[i] + unit])
 
-    def load_parts(self, i: int, stage: Stage, unit: Scalar, j: Any, rows: Any) -> Any:
+    def load_parts(self, stage: Stage, unit: Scalar, j: Any, row: Scalar) -> Any:
         """The sum of the parts of a group of a shared unit, which are there."""
-        total = None
+        eights = range(stage.item_rows // 8)
+        first_eight = quotient(row, 8)
+        totals: list[Any] = [None for _ in eights]
         for first in range(0, stage.parts, _LOADS):
             parts = [
-                plgpu.load(
-                    self.part(i, stage, unit, jnp.int32(part)).at[j, :, rows],
-                    layout=_WGMMA,
-                    optimized=False,
-                )
+                [
+                    plgpu.load(
+                        self.part(stage, unit, jnp.int32(part)).at[j, first_eight + n],
+                        layout=_WGMMA,
+                        optimized=False,
+                    )
+                    for n in eights
+                ]
                 for part in range(first, min(first + _LOADS, stage.parts))
             ]
             for part in parts:
-                total = part if total is None else total + part
-        assert total is not None
-        return total
+                totals = [
+                    b if a is None else a + b for a, b in zip(totals, part, strict=True)
+                ]
+        return jnp.concatenate(totals, axis=1)
 
     # --- Finishing --------------------------------------------------------------------
 
@@ -436,7 +446,7 @@ class _Block:
             epilogue = self.prepare(stage, place)
             self.wait(self.units.at[self.of_units[i] + unit], stage.parts)
             sums = [
-                self.load_parts(i, stage, unit, j + n, place.span)
+                self.load_parts(stage, unit, j + n, row)
                 for n in range(len(groups))
             ]
             epilogue(sums)
@@ -659,7 +669,7 @@ def _outputs(schedule: Schedule) -> dict[str, jax.ShapeDtypeStruct]:
         "normed_0": ((p.rows, p.d_model), bf16),
         "hidden": ((p.rows, p.d_ff), bf16),
         "factors": ((2, p.rows), fp32),
-        "parts": ((max(1, schedule.first_parts[-1]), UNIT, GROUP, p.rows), fp32),
+        "parts": ((max(1, schedule.most_parts), UNIT, p.rows // 8, GROUP, 8), fp32),
     }
     if p.projects:
         found |= {
