@@ -153,10 +153,10 @@ def _jitted(
     x = one_batch(x)
     given, structure = jax.tree.flatten(x)
 
-    def run(*given: Array) -> tuple[Array, Array]:
-        return _run(problem, scores, device, structure.unflatten(given))
+    def run(counters: Array, *given: Array) -> tuple[Array, Array]:
+        return _run(problem, scores, device, structure.unflatten(given), counters)
 
-    return unmarked(run)(*given)
+    return unmarked(run)(_zeros(x, 1 + problem.rows * problem.kv_heads), *given)
 
 
 def _as_fp16(q: Array) -> Array:
@@ -165,8 +165,19 @@ def _as_fp16(q: Array) -> Array:
     return jnp.clip(q.astype(jnp.float32), -limit, limit).astype(jnp.float16)
 
 
+def _zeros(x: Inputs, size: int) -> Array:
+    """Zeros of a layer's own, int32.
+
+    Layers write them. Had all the same, as constants are, XLA would copy them for each,
+    a launch a layer in a program with a loop. What it does not see to be zero, it makes
+    for all layers in one launch.
+    """
+    zero = jnp.minimum(jnp.maximum(x.num_new[0], 0) + x.layer, 0)
+    return jnp.broadcast_to(zero.astype(jnp.int32), (size,))
+
+
 def _run(
-    problem: Problem, scores: Scores, device: DeviceSpec, x: Inputs
+    problem: Problem, scores: Scores, device: DeviceSpec, x: Inputs, counters: Array
 ) -> tuple[Array, Array]:
     p = problem
     q = x.q.reshape(p.rows, p.queries, p.kv_heads, p.group, p.head_dim)
@@ -186,6 +197,7 @@ def _run(
         x.layer.reshape(1),
         None if x.kv_scales is None else x.kv_scales.reshape(-1),
         pages,
+        jax.new_ref(counters),
     )
     out = out.reshape(p.rows, p.kv_heads, p.queries, p.group, p.head_dim)
     out = out.swapaxes(1, 2).reshape(x.q.shape)

@@ -121,14 +121,15 @@ def part_of(access, part: tuple[slice, ...]):
 @callbacks.fail_on_exception
 def inline(*, token, mesh_location, thread, args, is_ref, counts, eqn):
     # What counts by itself does so at once.
-    counting = (
-        shared_memory_of_run().atomic if any(counts) else contextlib.nullcontext()
-    )
-    with counting:
-        return token, _when_ready(
-            lambda: _inline(mesh_location, thread, args, is_ref, counts, eqn),
-            f"inline_mgpu at {summary(eqn.source_info)} on {thread}",
-        )
+    at_once = any(counts) or bool(find_stand_in(eqn.params["mgpu_fn"]).flags)
+
+    def attempt():
+        atomic = shared_memory_of_run().atomic
+        with atomic if at_once else contextlib.nullcontext():
+            return _inline(mesh_location, thread, args, is_ref, counts, eqn)
+
+    what = f"inline_mgpu at {summary(eqn.source_info)} on {thread}"
+    return token, _when_ready(attempt, what)
 
 
 def _when_ready(attempt: Callable, what: str):
