@@ -5,6 +5,7 @@ dim.
 """
 
 import dataclasses
+import itertools
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -404,6 +405,17 @@ class Schedule:
     def workers(self) -> int:
         """Blocks, all of which run at once: they wait for each other."""
         return self.device.num_sms
+
+    @property
+    def first_units(self) -> list[int]:
+        """Which of all shared units is the first of each stage; their number."""
+        units = (stage.shared_units for stage in self.stages)
+        return list(itertools.accumulate(units, initial=0))
+
+    @property
+    def counters(self) -> int:
+        """One for each shared unit, each stage and each of two norms."""
+        return self.first_units[-1] + len(self.stages) + 2
 
     @property
     def most_parts(self) -> int:

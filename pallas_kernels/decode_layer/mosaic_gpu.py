@@ -29,7 +29,7 @@ stores ``x * scale``, the factor is computed while the next matmul runs, and mul
 its sums.
 
 Roles of warpgroups: two multiply, one copies weights, one copies activations and
-computes factors. Blocks wait for each other, on semaphores in global memory: for the
+computes factors. Blocks wait for each other, on counters in global memory: for the
 parts of a unit, for all that a stage makes, for the factors of a norm. Every block must
 run from the start, so there are at most as many as multiprocessors, and no role waits
 for a later stage of another.
@@ -40,7 +40,6 @@ dim.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,6 +65,11 @@ from pallas_kernels.decode_layer.config import (
 from pallas_kernels.mosaic import DeviceSpec, check_smem, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import prefetch_row, read_once
+from pallas_kernels.mosaic.counters import (
+    await_counter,
+    raise_counter,
+    zeros_like_no_others,
+)
 from pallas_kernels.mosaic.pipeline import (
     drain,
     hand_over,
@@ -121,21 +125,15 @@ class _Block:
         self.refs, self.scratch = refs, scratch
         self.problem, self.stages = schedule.problem, schedule.stages
         self.worker = lax.axis_index("worker")
-        # A semaphore for each shared unit of each stage, each stage, and each norm.
-        units = list(
-            itertools.accumulate(
-                (stage.shared_units for stage in self.stages), initial=0
-            )
-        )
-        self.of_units, count = units[:-1], units[-1]
-        semaphores = pl.get_global(
-            plgpu.SemaphoreType.REGULAR((count + len(self.stages) + 2,))
-        )
-        self.units = semaphores
-        self.ready = [semaphores.at[count + i] for i in range(len(self.stages))]
-        self.normed = [
-            semaphores.at[count + len(self.stages) + norm] for norm in range(2)
-        ]
+        # One for each shared unit of each stage, each stage, and each norm.
+        units, stages = schedule.first_units, len(self.stages)
+        self.of_units = units[:-1]
+        self.ready = [self.counter(units[-1] + i) for i in range(stages)]
+        self.normed = [self.counter(units[-1] + stages + norm) for norm in range(2)]
+
+    def counter(self, number: Scalar) -> Ref:
+        """One of the counters by which blocks wait for each other."""
+        return self.refs["counters"].at[pl.ds(number, 1)]
 
     # --- Pieces -----------------------------------------------------------------------
 
@@ -388,7 +386,7 @@ class _Block:
             there = self.part(stage, unit, piece.part).at[j]
             for n in range(stage.rows // 8):
                 there.at[n][...] = values[:, 8 * n : 8 * (n + 1)]
-        self.signal(self.units.at[self.of_units[i] + unit])
+        self.signal(self.counter(self.of_units[i] + unit))
 
     def load_parts(self, stage: Stage, unit: Scalar, j: Any, row: Scalar) -> Any:
         """The sum of the parts of a group of a shared unit, which are there."""
@@ -444,10 +442,9 @@ class _Block:
             place = _Place(groups, row, stage.item_rows, number)
             # What it reads besides the parts comes while it waits for them.
             epilogue = self.prepare(stage, place)
-            self.wait(self.units.at[self.of_units[i] + unit], stage.parts)
+            self.wait(self.counter(self.of_units[i] + unit), stage.parts)
             sums = [
-                self.load_parts(stage, unit, j + n, row)
-                for n in range(len(groups))
+                self.load_parts(stage, unit, j + n, row) for n in range(len(groups))
             ]
             epilogue(sums)
             self.signal(self.ready[i])
@@ -617,12 +614,12 @@ class _Block:
         plgpu.copy_smem_to_gmem(buffer, target)
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
-    def signal(self, semaphore: Ref) -> None:
-        """Says that what this warpgroup has written is there (after a barrier)."""
-        plgpu.semaphore_signal(semaphore, 1, memory_scope="gpu")
+    def signal(self, counter: Ref) -> None:
+        """Says that what this warpgroup has written is there."""
+        raise_counter(counter)  # pyright: ignore[reportCallIssue]
 
-    def wait(self, semaphore: Ref, value: Scalar) -> None:
-        plgpu.semaphore_wait(semaphore, value, decrement=False, memory_scope="gpu")
+    def wait(self, counter: Ref, value: int) -> None:
+        await_counter(counter, value)
 
 
 def _dealt(items: Scalar, number: Scalar, to: int) -> Scalar:
@@ -716,7 +713,10 @@ def decode_layer(
         device,
         f"decode_layer with {config}",
     )
-    names, outputs = list(operands), _outputs(schedule)
+    names, outputs = [*operands, "counters"], _outputs(schedule)
+    own = operands["mlp_norm"][0]
+    shared = operands["cos"][0, 0] if problem.projects else own
+    counters = zeros_like_no_others(schedule.counters, shared, own)
 
     def body(*refs: Ref, **scratch: Ref) -> None:
         named = dict(zip([*names, *outputs], refs, strict=True))
@@ -742,6 +742,6 @@ def decode_layer(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=1024
         ),
-    )(*operands.values())
+    )(*operands.values(), jax.new_ref(counters))
     found = dict(zip(outputs, results, strict=True))
     return found["new_residual"], found.get("q"), found.get("kv")

@@ -21,6 +21,7 @@ from pallas_kernels.mosaic import (
     smem_bytes,
     unmarked,
 )
+from pallas_kernels.mosaic.counters import zeros_like_no_others
 from pallas_kernels.paged_attention import mosaic_gpu_kernel
 from pallas_kernels.paged_attention.config import BLOCK, PagedAttentionConfig
 from pallas_kernels.paged_attention.inputs import Inputs, Scores, one_batch
@@ -156,24 +157,15 @@ def _jitted(
     def run(counters: Array, *given: Array) -> tuple[Array, Array]:
         return _run(problem, scores, device, structure.unflatten(given), counters)
 
-    return unmarked(run)(_zeros(x, 1 + problem.rows * problem.kv_heads), *given)
+    size = 1 + problem.rows * problem.kv_heads
+    counters = zeros_like_no_others(size, x.num_new[0], x.layer.reshape(()))
+    return unmarked(run)(counters, *given)
 
 
 def _as_fp16(q: Array) -> Array:
     """Queries in the type of the products; bfloat16 may be out of its range."""
     limit = float(jnp.finfo(jnp.float16).max)
     return jnp.clip(q.astype(jnp.float32), -limit, limit).astype(jnp.float16)
-
-
-def _zeros(x: Inputs, size: int) -> Array:
-    """Zeros of a layer's own, int32.
-
-    Layers write them. Had all the same, as constants are, XLA would copy them for each,
-    a launch a layer in a program with a loop. What it does not see to be zero, it makes
-    for all layers in one launch.
-    """
-    zero = jnp.minimum(jnp.maximum(x.num_new[0], 0) + x.layer, 0)
-    return jnp.broadcast_to(zero.astype(jnp.int32), (size,))
 
 
 def _run(

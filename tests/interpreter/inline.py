@@ -36,6 +36,15 @@ class NotYet(Exception):
     """What a stand-in raises that waits for other numbers in its flags."""
 
 
+def _raise_counter(counter):
+    counter += 1
+
+
+def _await_at_least(counter, closure):
+    if counter[0] < closure["value"]:
+        raise NotYet
+
+
 _stand_ins: dict[str, StandIn] = {
     # Fences order accesses that the interpreter already makes in order.
     "proxy_fence": StandIn(lambda: (), (), None),
@@ -43,6 +52,8 @@ _stand_ins: dict[str, StandIn] = {
     # So do hints.
     "read_once": StandIn(lambda source: (), (), None),
     "prefetch_row": StandIn(lambda source: (), (), None),
+    "raise_counter": StandIn(_raise_counter, (0,), flags=(0,)),
+    "await_at_least": StandIn(_await_at_least, (), flags=(0,)),
 }
 
 
