@@ -21,6 +21,7 @@ from pallas_kernels.mosaic import (
     smem_bytes,
     unmarked,
 )
+from pallas_kernels.mosaic.counters import zeros_like_no_others
 from pallas_kernels.paged_attention import mosaic_gpu_kernel
 from pallas_kernels.paged_attention.config import (
     BLOCK,
@@ -157,10 +158,12 @@ def _jitted(
     x = one_batch(x)
     given, structure = jax.tree.flatten(x)
 
-    def run(*given: Array) -> tuple[Array, Array]:
-        return _run(problem, scores, device, structure.unflatten(given))
+    def run(counters: Array, *given: Array) -> tuple[Array, Array]:
+        return _run(problem, scores, device, structure.unflatten(given), counters)
 
-    return unmarked(run)(*given)
+    size = 1 + problem.rows * problem.kv_heads
+    counters = zeros_like_no_others(size, x.num_new[0], x.layer.reshape(()))
+    return unmarked(run)(counters, *given)
 
 
 def _as_fp16(q: Array) -> Array:
@@ -170,7 +173,7 @@ def _as_fp16(q: Array) -> Array:
 
 
 def _run(
-    problem: Problem, scores: Scores, device: DeviceSpec, x: Inputs
+    problem: Problem, scores: Scores, device: DeviceSpec, x: Inputs, counters: Array
 ) -> tuple[Array, Array]:
     p = problem
     q = x.q.reshape(p.rows, p.queries, p.kv_heads, p.group, p.head_dim)
@@ -190,6 +193,7 @@ def _run(
         x.layer.reshape(1),
         None if x.kv_scales is None else x.kv_scales.reshape(-1),
         pages,
+        jax.new_ref(counters),
     )
     out = out.reshape(p.rows, p.kv_heads, p.queries, p.group, p.head_dim)
     out = out.swapaxes(1, 2).reshape(x.q.shape)
