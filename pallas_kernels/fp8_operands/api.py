@@ -323,8 +323,8 @@ def transpose_blocks(
     expected = data.shape[0], -(-data.shape[1] // BLOCK)
     if scale.shape != expected or scale.dtype != jnp.float32:
         raise ValueError(
-            f"scale has type {scale.dtype} and shape {scale.shape}, expected float32 and"
-            f" {expected}, one for {BLOCK} numbers of a row of data"
+            f"scale has type {scale.dtype} and shape {scale.shape}, expected float32"
+            f" and {expected}, one for {BLOCK} numbers of a row of data"
         )
     return _transpose_blocks((data, scale), _Call.of(implementation))
 
