@@ -29,7 +29,7 @@ stores ``x * scale``, the factor is computed while the next matmul runs, and mul
 its sums.
 
 Roles of warpgroups: two multiply, one copies weights, one copies activations and
-computes factors. Blocks wait for each other, on semaphores in global memory: for the
+computes factors. Blocks wait for each other, on counters in global memory: for the
 parts of a unit, for all that a stage makes, for the factors of a norm. Every block must
 run from the start, so there are at most as many as multiprocessors, and no role waits
 for a later stage of another.
@@ -40,7 +40,6 @@ dim.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,6 +65,11 @@ from pallas_kernels.decode_layer.config import (
 from pallas_kernels.mosaic import DeviceSpec, check_smem, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import prefetch_row, read_once
+from pallas_kernels.mosaic.counters import (
+    await_counter,
+    raise_counter,
+    zeros_like_no_others,
+)
 from pallas_kernels.mosaic.pipeline import (
     drain,
     hand_over,
@@ -121,21 +125,15 @@ class _Block:
         self.refs, self.scratch = refs, scratch
         self.problem, self.stages = schedule.problem, schedule.stages
         self.worker = lax.axis_index("worker")
-        # A semaphore for each shared unit of each stage, each stage, and each norm.
-        units = list(
-            itertools.accumulate(
-                (stage.shared_units for stage in self.stages), initial=0
-            )
-        )
-        self.of_units, count = units[:-1], units[-1]
-        semaphores = pl.get_global(
-            plgpu.SemaphoreType.REGULAR((count + len(self.stages) + 2,))
-        )
-        self.units = semaphores
-        self.ready = [semaphores.at[count + i] for i in range(len(self.stages))]
-        self.normed = [
-            semaphores.at[count + len(self.stages) + norm] for norm in range(2)
-        ]
+        # One for each shared unit of each stage, each stage, and each norm.
+        units, stages = schedule.first_units, len(self.stages)
+        self.of_units = units[:-1]
+        self.ready = [self.counter(units[-1] + i) for i in range(stages)]
+        self.normed = [self.counter(units[-1] + stages + norm) for norm in range(2)]
+
+    def counter(self, number: Scalar) -> Ref:
+        """One of the counters by which blocks wait for each other."""
+        return self.refs["counters"].at[pl.ds(number, 1)]
 
     # --- Pieces -----------------------------------------------------------------------
 
@@ -372,10 +370,12 @@ class _Block:
         accumulator = plgpu.WGMMAAccumulatorRef((GROUP, self.problem.rows), jnp.float32)
         return pl.run_scoped(scoped, *[accumulator] * UNIT)
 
-    def part(self, i: int, stage: Stage, unit: Scalar, part: Scalar) -> Ref:
-        """Where a part of the sums of a shared unit lies, [2,64,M]."""
-        first = self.schedule.first_parts[i]
-        return self.refs["parts"].at[first + unit * stage.parts + part]
+    def part(self, stage: Stage, unit: Scalar, part: Scalar) -> Ref:
+        """Where a part of the sums of a shared unit lies, [2,M/8,64,8].
+
+        What a warp stores or loads at a time, 8 requests of 8 features, is contiguous.
+        """
+        return self.refs["parts"].at[unit * stage.parts + part]
 
     def store_part(
         self, i: int, stage: Stage, unit: Scalar, piece: Piece, sums: list[jax.Array]
@@ -383,25 +383,33 @@ class _Block:
         """Leaves sums to who finishes the unit."""
         unit = unit - (stage.units - stage.shared_units)
         for j, values in enumerate(sums):
-            self.part(i, stage, unit, piece.part).at[j][...] = values
-        self.signal(self.units.at[self.of_units[i] + unit])
+            there = self.part(stage, unit, piece.part).at[j]
+            for n in range(stage.rows // 8):
+                there.at[n][...] = values[:, 8 * n : 8 * (n + 1)]
+        self.signal(self.counter(self.of_units[i] + unit))
 
-    def load_parts(self, i: int, stage: Stage, unit: Scalar, j: Any, rows: Any) -> Any:
+    def load_parts(self, stage: Stage, unit: Scalar, j: Any, row: Scalar) -> Any:
         """The sum of the parts of a group of a shared unit, which are there."""
-        total = None
+        eights = range(stage.item_rows // 8)
+        first_eight = quotient(row, 8)
+        totals: list[Any] = [None for _ in eights]
         for first in range(0, stage.parts, _LOADS):
             parts = [
-                plgpu.load(
-                    self.part(i, stage, unit, jnp.int32(part)).at[j, :, rows],
-                    layout=_WGMMA,
-                    optimized=False,
-                )
+                [
+                    plgpu.load(
+                        self.part(stage, unit, jnp.int32(part)).at[j, first_eight + n],
+                        layout=_WGMMA,
+                        optimized=False,
+                    )
+                    for n in eights
+                ]
                 for part in range(first, min(first + _LOADS, stage.parts))
             ]
             for part in parts:
-                total = part if total is None else total + part
-        assert total is not None
-        return total
+                totals = [
+                    b if a is None else a + b for a, b in zip(totals, part, strict=True)
+                ]
+        return jnp.concatenate(totals, axis=1)
 
     # --- Finishing --------------------------------------------------------------------
 
@@ -434,10 +442,9 @@ class _Block:
             place = _Place(groups, row, stage.item_rows, number)
             # What it reads besides the parts comes while it waits for them.
             epilogue = self.prepare(stage, place)
-            self.wait(self.units.at[self.of_units[i] + unit], stage.parts)
+            self.wait(self.counter(self.of_units[i] + unit), stage.parts)
             sums = [
-                self.load_parts(i, stage, unit, j + n, place.span)
-                for n in range(len(groups))
+                self.load_parts(stage, unit, j + n, row) for n in range(len(groups))
             ]
             epilogue(sums)
             self.signal(self.ready[i])
@@ -607,12 +614,12 @@ class _Block:
         plgpu.copy_smem_to_gmem(buffer, target)
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
-    def signal(self, semaphore: Ref) -> None:
-        """Says that what this warpgroup has written is there (after a barrier)."""
-        plgpu.semaphore_signal(semaphore, 1, memory_scope="gpu")
+    def signal(self, counter: Ref) -> None:
+        """Says that what this warpgroup has written is there."""
+        raise_counter(counter)  # pyright: ignore[reportCallIssue]
 
-    def wait(self, semaphore: Ref, value: Scalar) -> None:
-        plgpu.semaphore_wait(semaphore, value, decrement=False, memory_scope="gpu")
+    def wait(self, counter: Ref, value: int) -> None:
+        await_counter(counter, value)
 
 
 def _dealt(items: Scalar, number: Scalar, to: int) -> Scalar:
@@ -659,7 +666,7 @@ def _outputs(schedule: Schedule) -> dict[str, jax.ShapeDtypeStruct]:
         "normed_0": ((p.rows, p.d_model), bf16),
         "hidden": ((p.rows, p.d_ff), bf16),
         "factors": ((2, p.rows), fp32),
-        "parts": ((max(1, schedule.first_parts[-1]), UNIT, GROUP, p.rows), fp32),
+        "parts": ((max(1, schedule.most_parts), UNIT, p.rows // 8, GROUP, 8), fp32),
     }
     if p.projects:
         found |= {
@@ -706,7 +713,10 @@ def decode_layer(
         device,
         f"decode_layer with {config}",
     )
-    names, outputs = list(operands), _outputs(schedule)
+    names, outputs = [*operands, "counters"], _outputs(schedule)
+    own = operands["mlp_norm"][0]
+    shared = operands["cos"][0, 0] if problem.projects else own
+    counters = zeros_like_no_others(schedule.counters, shared, own)
 
     def body(*refs: Ref, **scratch: Ref) -> None:
         named = dict(zip([*names, *outputs], refs, strict=True))
@@ -732,6 +742,6 @@ def decode_layer(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=1024
         ),
-    )(*operands.values())
+    )(*operands.values(), jax.new_ref(counters))
     found = dict(zip(outputs, results, strict=True))
     return found["new_residual"], found.get("q"), found.get("kv")

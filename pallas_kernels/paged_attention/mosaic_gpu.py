@@ -21,8 +21,13 @@ from pallas_kernels.mosaic import (
     smem_bytes,
     unmarked,
 )
+from pallas_kernels.mosaic.counters import zeros_like_no_others
 from pallas_kernels.paged_attention import mosaic_gpu_kernel
-from pallas_kernels.paged_attention.config import BLOCK, PagedAttentionConfig
+from pallas_kernels.paged_attention.config import (
+    BLOCK,
+    PagedAttentionConfig,
+    default_split,
+)
 from pallas_kernels.paged_attention.inputs import Inputs, Scores, one_batch
 from pallas_kernels.paged_attention.operands import in_order_of_keys
 from pallas_kernels.paged_attention.problem import ROWS, WARPS, Problem
@@ -69,7 +74,8 @@ def make_problem(
     rows, queries, heads, head_dim = x.q.shape
     _, num_pages, _, kv_heads, page, _ = x.pages.shape
     group = heads // kv_heads
-    _check(x, group, config)
+    split = config.split or default_split(rows, kv_heads, page, device.num_sms)
+    _check(x, group, config.teams, split)
     problem = Problem(
         rows=rows,
         queries=queries,
@@ -81,7 +87,7 @@ def make_problem(
         num_pages=num_pages,
         dtype=x.q.dtype,
         page_dtype=x.pages.dtype,
-        split=config.split,
+        split=split,
         teams=config.teams or (1 if head_dim == HEAD_DIMS[-1] else 2),
         slots=0,
     )
@@ -102,7 +108,7 @@ def make_problem(
     return dataclasses.replace(problem, slots=slots)
 
 
-def _check(x: Inputs, group: int, config: PagedAttentionConfig) -> None:
+def _check(x: Inputs, group: int, teams: int | None, split: int) -> None:
     rows, queries, _, head_dim = x.q.shape
     layers, num_pages, _, kv_heads, page, _ = x.pages.shape
     dtype = x.pages.dtype
@@ -121,7 +127,7 @@ def _check(x: Inputs, group: int, config: PagedAttentionConfig) -> None:
         ),
         f"teams=3 with {dtype.name} pages, head dim {head_dim} and {queries * group} "
         "queries a key/value head, the kernel takes float8_e4m3fn, 128 and 8": (
-            config.teams != 3 or (narrow and head_dim == 128 and queries * group <= 8)
+            teams != 3 or (narrow and head_dim == 128 and queries * group <= 8)
         ),
         f"head dim {head_dim}, the kernel takes {HEAD_DIMS}": head_dim in HEAD_DIMS,
         f"pages of {page} tokens, the kernel takes {PAGES}": page in PAGES,
@@ -130,10 +136,9 @@ def _check(x: Inputs, group: int, config: PagedAttentionConfig) -> None:
             queries * group <= ROWS and queries <= MOST_QUERIES
         ),
         f"{rows} rows, the kernel takes {MOST_ROWS}": rows <= MOST_ROWS,
-        f"splits of {config.split} tokens and pages of {page}, one must be a multiple"
+        f"splits of {split} tokens and pages of {page}, one must be a multiple"
         " of the other and 85 pages the most": (
-            config.split // page <= 85
-            and 0 in (config.split % page, page % config.split)
+            split // page <= 85 and 0 in (split % page, page % split)
         ),
         f"{lines} lines of pages, the kernel counts to 2**31": lines < 2**31,
         f"a table of {rows} x {x.table.shape[1]} pages of {page}": (
@@ -153,10 +158,12 @@ def _jitted(
     x = one_batch(x)
     given, structure = jax.tree.flatten(x)
 
-    def run(*given: Array) -> tuple[Array, Array]:
-        return _run(problem, scores, device, structure.unflatten(given))
+    def run(counters: Array, *given: Array) -> tuple[Array, Array]:
+        return _run(problem, scores, device, structure.unflatten(given), counters)
 
-    return unmarked(run)(*given)
+    size = 1 + problem.rows * problem.kv_heads
+    counters = zeros_like_no_others(size, x.num_new[0], x.layer.reshape(()))
+    return unmarked(run)(counters, *given)
 
 
 def _as_fp16(q: Array) -> Array:
@@ -166,7 +173,7 @@ def _as_fp16(q: Array) -> Array:
 
 
 def _run(
-    problem: Problem, scores: Scores, device: DeviceSpec, x: Inputs
+    problem: Problem, scores: Scores, device: DeviceSpec, x: Inputs, counters: Array
 ) -> tuple[Array, Array]:
     p = problem
     q = x.q.reshape(p.rows, p.queries, p.kv_heads, p.group, p.head_dim)
@@ -186,6 +193,7 @@ def _run(
         x.layer.reshape(1),
         None if x.kv_scales is None else x.kv_scales.reshape(-1),
         pages,
+        jax.new_ref(counters),
     )
     out = out.reshape(p.rows, p.kv_heads, p.queries, p.group, p.head_dim)
     out = out.swapaxes(1, 2).reshape(x.q.shape)

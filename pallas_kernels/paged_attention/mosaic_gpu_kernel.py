@@ -86,6 +86,7 @@ def run(
     layer: jax.Array,
     scales: jax.Array | None,
     pages: Ref,
+    counters: Ref,
 ) -> jax.Array:
     """Runs the kernel.
 
@@ -101,6 +102,8 @@ def run(
         layer: [1].
         scales: [L P 2 K], of fp8 pages.
         pages: a mutable reference, [L P 2 K, G, H].
+        counters: a mutable reference, [1 + B K], zeros: tickets, and how many splits
+            of each row and head are done.
 
     Returns:
         [B K, rows, H].
@@ -151,7 +154,7 @@ def run(
         **launch(tiles * most_splits, device, "paged_attention", warpgroups=2 * teams),
         kernel_name="paged_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, kv, table, lengths, num_new, layer, *given, pages)
+    )(q, kv, table, lengths, num_new, layer, *given, pages, counters)
     return out
 
 
@@ -159,12 +162,9 @@ def _body(problem: Problem, scores: Scores, *refs: Ref, **scratch: Ref) -> None:
     """The kernel: warpgroups that copy, and as many that compute."""
     warpgroup = lax.axis_index("warpgroup")
     copies, computes = _REGISTERS[problem.teams]
-    # Tickets, and how many splits of each row and head are done.
-    tiles = problem.rows * problem.kv_heads
-    counters = pl.get_global(plgpu.SemaphoreType.REGULAR((1 + tiles,)))
     # One code for all teams: the more code, the longer it takes to find its layouts.
     number = lax.rem(warpgroup, jnp.int32(problem.teams))
-    team = _Team(problem, scores, number, counters, refs, scratch)
+    team = _Team(problem, scores, number, refs, scratch)
 
     def copier() -> None:
         plgpu.set_max_registers(copies, action="decrease")
@@ -228,13 +228,13 @@ class _Team:
         problem: Problem,
         scores: Scores,
         number: Scalar,
-        counters: Ref,
         refs: tuple[Ref, ...],
         scratch: dict[str, Ref],
     ) -> None:
         self.problem, self.scores, self.number = problem, scores, number
         (self.q, self.kv, self.table, self.lengths, self.num_new, self.layer,
-         *self.scales, self.pages, self.out, self.parts, self.logs) = refs  # fmt: skip
+         *self.scales, self.pages, self.counters, self.out, self.parts, self.logs
+        ) = refs  # fmt: skip
         self.smem = {
             name: scratch[name].at[number]
             for name in (
@@ -252,7 +252,6 @@ class _Team:
             scratch["q_smem"][view].at[number] for view in (1, 0)
         )
         self.barriers = scratch
-        self.counters = counters
         self.worker = lax.axis_index("worker") * problem.teams + number
         self.workers = lax.axis_size("worker") * problem.teams
         self.cut = problem.cut(scores)

@@ -36,6 +36,15 @@ class NotYet(Exception):
     """What a stand-in raises that waits for other numbers in its flags."""
 
 
+def _raise_counter(counter):
+    counter += 1
+
+
+def _await_at_least(counter, closure):
+    if counter[0] < closure["value"]:
+        raise NotYet
+
+
 _stand_ins: dict[str, StandIn] = {
     # Fences order accesses that the interpreter already makes in order.
     "proxy_fence": StandIn(lambda: (), (), None),
@@ -43,6 +52,8 @@ _stand_ins: dict[str, StandIn] = {
     # So do hints.
     "read_once": StandIn(lambda source: (), (), None),
     "prefetch_row": StandIn(lambda source: (), (), None),
+    "raise_counter": StandIn(_raise_counter, (0,), flags=(0,)),
+    "await_at_least": StandIn(_await_at_least, (), flags=(0,)),
 }
 
 
@@ -121,14 +132,15 @@ def part_of(access, part: tuple[slice, ...]):
 @callbacks.fail_on_exception
 def inline(*, token, mesh_location, thread, args, is_ref, counts, eqn):
     # What counts by itself does so at once.
-    counting = (
-        shared_memory_of_run().atomic if any(counts) else contextlib.nullcontext()
-    )
-    with counting:
-        return token, _when_ready(
-            lambda: _inline(mesh_location, thread, args, is_ref, counts, eqn),
-            f"inline_mgpu at {summary(eqn.source_info)} on {thread}",
-        )
+    at_once = any(counts) or bool(find_stand_in(eqn.params["mgpu_fn"]).flags)
+
+    def attempt():
+        atomic = shared_memory_of_run().atomic
+        with atomic if at_once else contextlib.nullcontext():
+            return _inline(mesh_location, thread, args, is_ref, counts, eqn)
+
+    what = f"inline_mgpu at {summary(eqn.source_info)} on {thread}"
+    return token, _when_ready(attempt, what)
 
 
 def _when_ready(attempt: Callable, what: str):

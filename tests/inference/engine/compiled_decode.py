@@ -154,6 +154,9 @@ def check(name, bucket, count, products):
     assert found.temporaries < 36 * MIB + copies * logits + parts
     assert [kernel.name for kernel in found.kernels] == ["paged_attention"]
     assert not found.kernels[0].spilled
+    # Each layer counts in zeros of its own, all made at once.
+    assert f" s32[{1 + bucket * c.num_kv_heads // count}]" in found.hlo
+    assert f"s32[{1 + bucket * c.num_kv_heads // count}]{{0}} copy(" not in found.hlo
     if count > 1:
         # Two in each layer, and one for the table of tokens; the logits are gathered.
         assert found.count("all-reduce") == 2 * 2 + 1

@@ -73,7 +73,7 @@ register_inline(
     part=_leading_rows,
 )
 register_inline("search_split", _search_split, writes=(3,))
-register_inline("ticket_and_count", _ticket_and_count, writes=(0,))
+register_inline("ticket_and_count", _ticket_and_count, writes=(0,), flags=(0,))
 register_inline("copy_ids", _copy_ids, writes=(3,))
 register_inline(
     "store_leading_rows", _store_leading_rows, writes=(0,), part=_leading_rows
