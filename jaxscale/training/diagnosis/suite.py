@@ -28,8 +28,8 @@ _MODULE = "jaxscale.training.diagnosis.device_checks"
 _DEVIATIONS = 5.0  # of the others from their median, which are usual
 _LINKS = ("from the host", "to the host", "pairs", "neighbors")
 _WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}  # it may take down a host's links
-# Matmuls are cuBLAS's: to try Triton's takes longer than all that is measured. And a
-# process tunes its own, or one that hangs would hold up the others.
+# Matmuls are cuBLAS's, whose candidates are few and compiled. And a process tunes its
+# own, or one that hangs would hold up the others.
 _FLAGS = ("--xla_gpu_enable_triton_gemm=false", "--xla_gpu_shard_autotuning=false")
 _EXPECTED = {
     "matmul bfloat16": "matmul",
