@@ -36,6 +36,21 @@ from pallas_kernels.mosaic import keep_modules
 
 
 _OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}  # all is one CUDA graph
+_FIRST_SHARE = 3
+"""One of so many layers is in the first of two programs."""
+
+
+def parts_of(num_layers: int) -> list[range]:
+    """The layers of each program of a GPU.
+
+    A GPU computes the first ones for longer than the host takes to launch the others.
+
+    Example:
+        >>> parts_of(12)
+        [range(0, 4), range(4, 12)]
+    """
+    first = -(-num_layers // _FIRST_SHARE)
+    return [range(first), range(first, num_layers)][: min(num_layers, 2)]
 
 
 class ProgramShape(NamedTuple):
@@ -137,6 +152,10 @@ class EncodePrograms:
 
     A call takes the leaves of the model, which costs the host much less than the model,
     flattened here once; on one device as `StackedParameters`.
+
+    A function may be cut into several programs, each of some layers. While the device
+    computes those of one, the host prepares the launches of the next, which takes as
+    long as the layers of a short text.
     """
 
     def __init__(
@@ -149,13 +168,14 @@ class EncodePrograms:
         types: int,
         mesh: Mesh | None,
         place: NamedSharding | None,
+        parts: Sequence[range] = (),
     ) -> None:
         """Flatten the model; nothing is compiled yet.
 
         Args:
             model: A pytree.
-            functions: Of the model, tokens and types [rows, size], and boundaries
-                [rows, room + 1], by name.
+            functions: Of the activations of the last layer [rows, size, D], boundaries
+                [rows, room + 1] and the model, by name.
             vectors: Names of the functions whose results are small enough for pinned
                 memory.
             rows: Rows per batch.
@@ -163,6 +183,8 @@ class EncodePrograms:
             mesh: The devices; None is one.
             place: Sharding of a batch; None is the first device, whose programs read
                 it in pinned memory of the host.
+            parts: The layers of each program of a function, on one device; empty: all
+                are of one.
         """
         leaves, tree = jax.tree.flatten(
             model, is_leaf=lambda x: isinstance(x, LayerOfStack)
@@ -171,14 +193,18 @@ class EncodePrograms:
         self._leaves = tuple(leaves) if stacked is None else stacked.arrays
         host = _pinned(self._leaves) if mesh is None else None
         self._buffers = None if host is None else PinnedBuffers(host)
+        pinned = self._buffers is not None
+        on_leaves = functools.partial(_on_leaves, tree, stacked, types > 1)
+        self._begin = [
+            self._jit(functools.partial(on_leaves, None, part, pinned and i == 0))
+            for i, part in enumerate(parts[:-1])
+        ]
+        """The programs of all layers but the last ones, the same for all functions."""
+        last = parts[-1] if parts else None
         self._jitted = {
-            name: jax.jit(
-                functools.partial(
-                    _on_leaves, function, tree, stacked, types > 1, self._buffers
-                ),
-                static_argnums=2,
-                out_shardings=host if name in vectors else None,
-                compiler_options=_OPTIONS,
+            name: self._jit(
+                functools.partial(on_leaves, function, last, pinned and not self._begin),
+                host if name in vectors else None,
             )
             for name, function in functions.items()
         }
@@ -200,7 +226,18 @@ class EncodePrograms:
             whole = jax.device_put(batch.whole, self._place)
         else:  # the program takes it from the host, which is the fastest way
             whole = batch.whole
-        return self._jitted[shape.method](self._leaves, whole, shape.size)
+        given = None
+        for program in self._begin:
+            given, whole = program(self._leaves, whole, shape.size, given)
+        return self._jitted[shape.method](self._leaves, whole, shape.size, given)
+
+    def _jit(self, function: Callable[..., Any], place: Any = None) -> Any:
+        return jax.jit(
+            function,
+            static_argnums=2,
+            out_shardings=place,
+            compiler_options=_OPTIONS,
+        )
 
     def batch(self, size: int, room: int) -> Batch:
         """Rows without texts, on the host."""
@@ -216,6 +253,13 @@ class EncodePrograms:
 
     def _width(self, size: int, room: int) -> int:
         return size * (2 if self._types > 1 else 1) + room + 1
+
+    def _on_device(self, results: Any) -> Any:
+        """Shapes of the results of a program, as the next one takes them."""
+        place = self._leaves[0].sharding
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), results
+        )
 
     def begin(
         self, shapes: Iterable[ProgramShape]
@@ -281,10 +325,15 @@ class EncodePrograms:
                     )
                     if batch.pinned is not None:  # no shape tells where it lies
                         whole = batch.pinned.array
-                    jitted = self._jitted[shape.method]
-                    lowered = jitted.lower(self._leaves, whole, shape.size)
+                    lowered, given = [], None
+                    for jitted in (*self._begin, self._jitted[shape.method]):
+                        program = jitted.lower(self._leaves, whole, shape.size, given)
+                        lowered.append(program)
+                        if jitted is not self._jitted[shape.method]:
+                            given, whole = self._on_device(program.out_info)
                     self.done(batch)
-                lowered.compile()
+                for program in lowered:
+                    program.compile()
         except BaseException:
             with self._lock:  # the next call tries again
                 self._begun.pop(shape, None)
@@ -306,21 +355,15 @@ def _pinned(leaves: Iterable[Any]) -> SingleDeviceSharding | None:
     return SingleDeviceSharding(devices.pop(), memory_kind="pinned_host")
 
 
-def _hidden(model: EncoderModel, tokens: Array, types: Any, bounds: Array) -> Array:
-    return model.hidden(tokens, cu_seqlens=bounds, token_types=types, checked=True)
-
-
 def embed(
-    model: EncoderModel,
-    tokens: Int[Array, "B T"],
-    types: Int[Array, "B T"] | None,
+    hidden: Float[Array, "B T D"],
     bounds: Int[Array, "B seqs_plus_1"],
+    model: EncoderModel,
     *,
     pooling: Pooling,
     normalize: bool,
 ) -> Float[Array, "B S D"]:
     """A vector of each text, fp32."""
-    hidden = _hidden(model, tokens, types, bounds)
     vectors = pool(hidden, bounds, pooling, model.rules).astype(jnp.float32)
     if not normalize:
         return vectors
@@ -329,29 +372,45 @@ def embed(
 
 
 def answer(
-    model: EncoderModel,
-    tokens: Int[Array, "B T"],
-    types: Int[Array, "B T"] | None,
+    hidden: Float[Array, "B T D"],
     bounds: Int[Array, "B seqs_plus_1"],
+    model: EncoderModel,
 ) -> Float[Array, "B _ C"]:
     """What the head says of each text, or of each token."""
-    return model.answer(_hidden(model, tokens, types, bounds), bounds)
+    return model.answer(hidden, bounds)
 
 
 def _on_leaves(
-    function: Callable[..., Array],
     tree: Any,
     stacked: StackedParameters | None,
     types: bool,
-    pinned: PinnedBuffers | None,
+    function: Callable[..., Array] | None,
+    layers: range | None,
+    pinned: bool,
     leaves: Any,
     whole: Array,
     size: int,
-) -> Array:
-    if pinned is not None:
+    given: Array | None,
+) -> Any:
+    """A function of the activations behind some layers, or these and the boundaries.
+
+    What the next program takes: its `given`, and its `whole`.
+    """
+    if pinned:
         whole = jax.device_put(whole, jax.memory.Space.Device)
-    batch = Batch.of(whole, size, types=types)
+    if given is None:
+        _, tokens, kinds, bounds, _ = Batch.of(whole, size, types=types)
+    else:
+        tokens, kinds, bounds = jnp.zeros(given.shape[:2], jnp.int32), None, whole
     if stacked is not None:
         leaves = stacked.leaves(leaves)
-    model = jax.tree.unflatten(tree, leaves)
-    return function(model, batch.tokens, batch.types, batch.bounds)
+    model: EncoderModel = jax.tree.unflatten(tree, leaves)
+    hidden = model.hidden(
+        tokens,
+        cu_seqlens=bounds,
+        token_types=kinds,
+        checked=True,
+        layers=layers,
+        given=given,
+    )
+    return (hidden, bounds) if function is None else function(hidden, bounds, model)

@@ -32,6 +32,7 @@ from jaxscale.inference.encoder.encode_programs import (
     ProgramShape,
     answer,
     embed,
+    parts_of,
 )
 from jaxscale.inference.encoder.stacked_parameters import unstacked_in_place
 from jaxscale.inference.encoder.texts import Text, tokenized
@@ -45,6 +46,7 @@ from jaxscale.models.hf.sentence_transformers import sentence_settings
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
 from jaxscale.observability.bar import progress_bar, shows_bar
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+from pallas_kernels.mosaic import DeviceSpec
 
 
 type Method = Literal["encode", "predict"]
@@ -122,6 +124,7 @@ class Encoder:
         # The fast program for one device has no stack of layers.
         single = mesh is None and not model.scan_layers
         self.model = unstacked_in_place(model) if single else model
+        on_gpu = single and DeviceSpec.current() is not None
         self.tokenizer = tokenizer
         self.pooling: Pooling = pooling
         self.normalize = normalize
@@ -142,6 +145,7 @@ class Encoder:
             types=config.token_types,
             mesh=mesh,
             place=self._place,
+            parts=parts_of(config.num_layers) if on_gpu else (),
         )
 
     @classmethod
