@@ -263,11 +263,8 @@ def test_each_shape_is_compiled_once():
     assert compilations(encoder) == [len(seen), 0]
 
 
-@pytest.mark.parametrize("wait", [False, True])
-def test_what_was_compiled_before_is_taken(wait):
-    encoder = make()
-    encoder.compile(token_budget=144, wait=wait)
-    assert len(encoder._programs) == 2  # rows of 128 and 144
+@contextlib.contextmanager
+def noted_events():
     names = []
 
     def listen(name, *_, **__):
@@ -275,14 +272,42 @@ def test_what_was_compiled_before_is_taken(wait):
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        encoder.encode(texts(9), token_budget=144)
+        yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_what_was_compiled_before_is_taken(wait):
+    encoder = make()
+    encoder.compile(token_budget=144, wait=wait)
+    assert len(encoder._programs) == 2  # rows of 128 and 144
+    with noted_events() as names:
+        encoder.encode(texts(9), token_budget=144)
     if wait:  # nothing is compiled any more
         assert "backend_compile_duration" not in names
     assert len(encoder._programs) == 2
     with pytest.raises(ValueError, match="token_budget 0 must be at least 1"):
         encoder.compile(token_budget=0)
+
+
+def test_a_gpu_begins_while_the_host_prepares_later_layers():
+    """Two programs a pass, the first of which is the same for all functions."""
+    config = dataclasses.replace(encoder_preset("bert_tiny"), num_layers=4)
+    head = encoder_head(config, "sequence", num_labels=3)
+    model = EncoderModel(config, head=head, scan_layers=False, rngs=nnx.Rngs(0))
+    with use_device(H200):
+        encoder = Encoder(model, bert_tokenizer())
+    many = [*texts(30), ("the cat", "a mat")]
+    whole, (begin,) = Encoder(model, bert_tokenizer()), encoder._programs._begin
+    for method in ("encode", "predict"):
+        encoder.compile(method, token_budget=128)
+        with noted_events() as names:
+            found = getattr(encoder, method)(many, token_budget=128)
+        assert "backend_compile_duration" not in names
+        want = getattr(whole, method)(many, token_budget=128)
+        np.testing.assert_allclose(found, want, atol=1e-6)
+    assert begin._cache_size() == 1 and not whole._programs._begin
 
 
 @pytest.mark.parametrize(
