@@ -195,15 +195,15 @@ class EncodePrograms:
         self._buffers = None if host is None else PinnedBuffers(host)
         pinned = self._buffers is not None
         on_leaves = functools.partial(_on_leaves, tree, stacked, types > 1)
-        self._begin = [
+        self._earlier = [
             self._jit(functools.partial(on_leaves, None, part, pinned and i == 0))
             for i, part in enumerate(parts[:-1])
         ]
         """The programs of all layers but the last ones, the same for all functions."""
-        last = parts[-1] if parts else None
+        last = parts[-1] if parts else None, pinned and not self._earlier
         self._jitted = {
             name: self._jit(
-                functools.partial(on_leaves, function, last, pinned and not self._begin),
+                functools.partial(on_leaves, function, *last),
                 host if name in vectors else None,
             )
             for name, function in functions.items()
@@ -227,7 +227,7 @@ class EncodePrograms:
         else:  # the program takes it from the host, which is the fastest way
             whole = batch.whole
         given = None
-        for program in self._begin:
+        for program in self._earlier:
             given, whole = program(self._leaves, whole, shape.size, given)
         return self._jitted[shape.method](self._leaves, whole, shape.size, given)
 
@@ -326,7 +326,7 @@ class EncodePrograms:
                     if batch.pinned is not None:  # no shape tells where it lies
                         whole = batch.pinned.array
                     lowered, given = [], None
-                    for jitted in (*self._begin, self._jitted[shape.method]):
+                    for jitted in (*self._earlier, self._jitted[shape.method]):
                         program = jitted.lower(self._leaves, whole, shape.size, given)
                         lowered.append(program)
                         if jitted is not self._jitted[shape.method]:

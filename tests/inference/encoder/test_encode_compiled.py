@@ -36,7 +36,7 @@ def encoding(devices, size, room, part):
         (1, width), jnp.int32, sharding=pinned, _memory_space=jax.memory.Space.Host
     )
     first = programs._leaves, batch, size, None
-    (begin,) = programs._begin
+    (begin,) = programs._earlier
     if part == 0:
         return begin, first
     given, bounds = programs._on_device(begin.lower(*first).out_info)
@@ -51,7 +51,7 @@ def encoding(devices, size, room, part):
         *exhaustive((688, 32, 3, 10), (2688, 32, 5, 12), (2688, 88, 5, 12)),
     ],
 )
-def test_a_layer_is_seven_launches_and_a_program_is_one_graph(size, room, calls, others):
+def test_a_layer_is_seven_launches_of_one_graph(size, room, calls, others):
     kinds = []
     for part in range(2):
         whole, *launches = compile_for_h200(encoding, size, room, part).thunks

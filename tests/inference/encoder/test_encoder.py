@@ -299,7 +299,7 @@ def test_a_gpu_begins_while_the_host_prepares_later_layers():
     with use_device(H200):
         encoder = Encoder(model, bert_tokenizer())
     many = [*texts(30), ("the cat", "a mat")]
-    whole, (begin,) = Encoder(model, bert_tokenizer()), encoder._programs._begin
+    whole, (begin,) = Encoder(model, bert_tokenizer()), encoder._programs._earlier
     for method in ("encode", "predict"):
         encoder.compile(method, token_budget=128)
         with noted_events() as names:
@@ -307,7 +307,7 @@ def test_a_gpu_begins_while_the_host_prepares_later_layers():
         assert "backend_compile_duration" not in names
         want = getattr(whole, method)(many, token_budget=128)
         np.testing.assert_allclose(found, want, atol=1e-6)
-    assert begin._cache_size() == 1 and not whole._programs._begin
+    assert begin._cache_size() == 1 and not whole._programs._earlier
 
 
 @pytest.mark.parametrize(
