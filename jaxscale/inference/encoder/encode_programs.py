@@ -10,9 +10,9 @@ import functools
 import itertools
 import os
 import threading
+import time
 from collections.abc import (
     Callable,
-    Collection,
     Iterable,
     Iterator,
     Mapping,
@@ -110,6 +110,32 @@ class Batch(NamedTuple):
                 )
 
 
+class Written(NamedTuple):
+    """A result, and the memory of the host in which the device writes it."""
+
+    array: Array
+    """[B, S, D] or [B, T, C]."""
+    buffer: PinnedBuffer | None = None
+    """Where it appears, NaN until then. None: it has no such place."""
+
+    def read(self, counts: Sequence[int]) -> np.ndarray:
+        """The result, fp32, once it is there; how many texts of each row are wanted.
+
+        JAX says so 80 to 110 us after it has appeared (H200). What stays NaN is waited
+        for until then.
+        """
+        if self.buffer is None:
+            return np.asarray(self.array, np.float32)
+        view = self.buffer.view
+        wanted = [view[row, :count] for row, count in enumerate(counts)]
+        while any(np.isnan(part).any() for part in wanted):
+            if self.array.is_ready():
+                self.array.block_until_ready()  # raises what its program has raised
+                break
+            time.sleep(0)  # other threads go on
+        return view
+
+
 @dataclasses.dataclass(slots=True)
 class Launched:
     """Rows that the device computes, for `Encoder.read`."""
@@ -120,14 +146,20 @@ class Launched:
     """Index of each text of each row."""
     texts: Sequence[EncodedText]
     """What the indices are of."""
-    result: Array
-    """[B, S, D] or [B, T, C]."""
+    result: Written
+    """Of the program."""
     release: Callable[[], None] | None = None
-    """Called once the result is there."""
+    """Called once the result is read."""
+    _kept: np.ndarray | None = None
 
     def results(self) -> Iterator[tuple[int, np.ndarray]]:
         """Index and result of each text, fp32, once they are there."""
-        for row, value in zip(self.rows, self._values(), strict=False):
+        if self._kept is None:  # its memory is written again
+            array, buffer = self.result
+            copied = np.asarray if buffer is None else np.array
+            self._kept = copied(array, np.float32)
+            self._release()
+        for row, value in zip(self.rows, self._kept, strict=False):
             place = 0
             for slot, index in enumerate(row):
                 end = place + len(self.texts[index].ids)
@@ -136,15 +168,15 @@ class Launched:
 
     def into(self, vectors: np.ndarray) -> None:
         """Write the vectors of pooled texts to [texts, D], once they are there."""
-        for row, value in zip(self.rows, self._values(), strict=False):
+        values = self.result.read([len(row) for row in self.rows])
+        for row, value in zip(self.rows, values, strict=False):
             vectors[list(row)] = value[: len(row)]
+        self._release()
 
-    def _values(self) -> np.ndarray:
-        values = np.asarray(self.result, np.float32)
-        if self.release is not None:  # results may be read again
+    def _release(self) -> None:
+        if self.release is not None:
             self.release()
             self.release = None
-        return values
 
 
 class EncodePrograms:
@@ -163,7 +195,7 @@ class EncodePrograms:
         model: Any,
         functions: Mapping[str, Callable[..., Array]],
         *,
-        vectors: Collection[str],
+        vectors: Mapping[str, int],
         rows: int,
         types: int,
         mesh: Mesh | None,
@@ -176,8 +208,8 @@ class EncodePrograms:
             model: A pytree.
             functions: Of the activations of the last layer [rows, size, D], boundaries
                 [rows, room + 1] and the model, by name.
-            vectors: Names of the functions whose results are small enough for pinned
-                memory.
+            vectors: Features of the results that are small enough for pinned memory,
+                by function: [rows, room, features] fp32.
             rows: Rows per batch.
             types: Token types of the model; a batch has some if there are several.
             mesh: The devices; None is one.
@@ -193,6 +225,7 @@ class EncodePrograms:
         self._leaves = tuple(leaves) if stacked is None else stacked.arrays
         host = _pinned(self._leaves) if mesh is None else None
         self._buffers = None if host is None else PinnedBuffers(host)
+        self._in_place = host is not None and self._writes_result_once(host)
         pinned = self._buffers is not None
         on_leaves = functools.partial(_on_leaves, tree, stacked, types > 1)
         self._earlier = [
@@ -208,6 +241,7 @@ class EncodePrograms:
             )
             for name, function in functions.items()
         }
+        self._vectors = vectors if self._in_place else {}
         self._rows, self._types = rows, types
         self._mesh, self._place = mesh, place
         self._begun: dict[ProgramShape, concurrent.futures.Future[None]] = {}
@@ -215,7 +249,7 @@ class EncodePrograms:
         self._lock = threading.Lock()
         self._lowering = threading.Lock()  # Python, which calls need, too
 
-    def __call__(self, shape: ProgramShape, batch: Batch) -> Array:
+    def __call__(self, shape: ProgramShape, batch: Batch) -> Written:
         """Run a program, once it is compiled."""
         if shape not in self._ready:
             self.begin([shape])[0].result()
@@ -226,15 +260,34 @@ class EncodePrograms:
             whole = jax.device_put(batch.whole, self._place)
         else:  # the program takes it from the host, which is the fastest way
             whole = batch.whole
-        given = None
+        given, buffer = None, self._result(shape)
         for program in self._earlier:
-            given, whole = program(self._leaves, whole, shape.size, given)
-        return self._jitted[shape.method](self._leaves, whole, shape.size, given)
+            given, whole = program(self._leaves, whole, shape.size, given, None)
+        last, out = self._jitted[shape.method], None if buffer is None else buffer.array
+        array = last(self._leaves, whole, shape.size, given, out)
+        if buffer is None or array.unsafe_buffer_pointer() != buffer.view.ctypes.data:
+            return Written(array)
+        return Written(array, PinnedBuffer(array, buffer.view))
+
+    def _writes_result_once(self, host: SingleDeviceSharding) -> bool:
+        """Whether nothing but a result appears in its memory, as copies of a GPU do."""
+        (device,) = host.device_set
+        return device.platform != "cpu"
+
+    def _result(self, shape: ProgramShape) -> PinnedBuffer | None:
+        """Where a program writes its result."""
+        width = self._vectors.get(shape.method)
+        if width is None or self._buffers is None:
+            return None
+        return self._buffers.take((self._rows, shape.room, width), np.float32)
 
     def _jit(self, function: Callable[..., Any], place: Any = None) -> Any:
+        donates = place is not None and self._in_place
         return jax.jit(
             function,
             static_argnums=2,
+            donate_argnums=4 if donates else (),
+            keep_unused=donates,  # nothing reads what is donated
             out_shardings=place,
             compiler_options=_OPTIONS,
         )
@@ -246,10 +299,12 @@ class EncodePrograms:
         whole = np.zeros(shape, np.int32) if buffer is None else buffer.view
         return Batch.of(whole, size, types=self._types > 1, pinned=buffer)
 
-    def done(self, batch: Batch) -> None:
-        """Say that the program of a batch is done."""
-        if self._buffers is not None and batch.pinned is not None:
-            self._buffers.give_back(batch.pinned)
+    def done(self, batch: Batch, result: Written | None = None) -> None:
+        """Say that the program of a batch is done, and its result read."""
+        written = None if result is None else result.buffer
+        for buffer in (batch.pinned, written):
+            if self._buffers is not None and buffer is not None:
+                self._buffers.give_back(buffer)
 
     def _width(self, size: int, room: int) -> int:
         return size * (2 if self._types > 1 else 1) + room + 1
@@ -326,12 +381,15 @@ class EncodePrograms:
                     if batch.pinned is not None:  # no shape tells where it lies
                         whole = batch.pinned.array
                     lowered, given = [], None
-                    for jitted in (*self._earlier, self._jitted[shape.method]):
-                        program = jitted.lower(self._leaves, whole, shape.size, given)
-                        lowered.append(program)
-                        if jitted is not self._jitted[shape.method]:
-                            given, whole = self._on_device(program.out_info)
-                    self.done(batch)
+                    for jitted in self._earlier:
+                        arguments = self._leaves, whole, shape.size, given, None
+                        lowered.append(jitted.lower(*arguments))
+                        given, whole = self._on_device(lowered[-1].out_info)
+                    out = self._result(shape)
+                    arguments = self._leaves, whole, shape.size, given
+                    jitted = self._jitted[shape.method]
+                    lowered.append(jitted.lower(*arguments, out and out.array))
+                    self.done(batch, out and Written(out.array, out))
                 for program in lowered:
                     program.compile()
         except BaseException:
@@ -391,11 +449,14 @@ def _on_leaves(
     whole: Array,
     size: int,
     given: Array | None,
+    out: Array | None,
 ) -> Any:
     """A function of the activations behind some layers, or these and the boundaries.
 
-    What the next program takes: its `given`, and its `whole`.
+    The latter are what the next program takes: its `given`, and its `whole`. The result
+    takes the place of `out`.
     """
+    del out
     if pinned:
         whole = jax.device_put(whole, jax.memory.Space.Device)
     if given is None:

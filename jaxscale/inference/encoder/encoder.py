@@ -135,8 +135,10 @@ class Encoder:
         """Whether `predict` truncates texts to `max_length` by default."""
         self.mesh = mesh
         encode = functools.partial(embed, pooling=pooling, normalize=normalize)
-        answers = model.head is not None and model.head.config.pools
-        self._vectors = {"encode", "predict"} if answers else {"encode"}
+        head = None if model.head is None else model.head.config
+        self._vectors = {"encode": config.d_model}
+        if head is not None and head.kind == "sequence":
+            self._vectors["predict"] = head.num_labels
         self._programs = EncodePrograms(
             self.model,
             {"encode": encode, "predict": answer},
@@ -474,7 +476,7 @@ class Encoder:
         texts = [[encoded[i] for i in row] for row in rows]
         batch = self._batch(texts, shape.size, shape.room)
         result = self._programs(shape, batch)
-        release = functools.partial(self._programs.done, batch)
+        release = functools.partial(self._programs.done, batch, result)
         pooled = shape.method in self._vectors
         return Launched(pooled, rows, encoded, result, release)
 

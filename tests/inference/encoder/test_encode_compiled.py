@@ -35,12 +35,18 @@ def encoding(devices, size, room, part):
     batch = jax.ShapeDtypeStruct(
         (1, width), jnp.int32, sharding=pinned, _memory_space=jax.memory.Space.Host
     )
-    first = programs._leaves, batch, size, None
+    first = programs._leaves, batch, size, None, None
     (begin,) = programs._earlier
     if part == 0:
         return begin, first
     given, bounds = programs._on_device(begin.lower(*first).out_info)
-    return programs._jitted["encode"], (programs._leaves, bounds, size, given)
+    out = jax.ShapeDtypeStruct(
+        (1, room, config.d_model),
+        jnp.float32,
+        sharding=pinned,
+        _memory_space=jax.memory.Space.Host,
+    )
+    return programs._jitted["encode"], (programs._leaves, bounds, size, given, out)
 
 
 # One, four and sixteen texts of up to 256 tokens, and 84 of 32.
@@ -54,7 +60,9 @@ def encoding(devices, size, room, part):
 def test_a_layer_is_seven_launches_of_one_graph(size, room, calls, others):
     kinds = []
     for part in range(2):
-        whole, *launches = compile_for_h200(encoding, size, room, part).thunks
+        compiled = compile_for_h200(encoding, size, room, part)
+        assert compiled.aliased == part * compiled.outputs
+        whole, *launches = compiled.thunks
         assert whole == "kCommandBuffer"
         assert all(launch.startswith(" ") for launch in launches)
         kinds += [launch.split()[0] for launch in launches]

@@ -21,7 +21,12 @@ from tokenizers import processors
 
 from jaxscale.inference import Encoder
 from jaxscale.inference.encoder.encode_plan import budgets, usual_capacities
-from jaxscale.inference.encoder.encode_programs import ProgramShape
+from jaxscale.inference.encoder.encode_programs import (
+    EncodePrograms,
+    ProgramShape,
+    Written,
+)
+from jaxscale.inference.encoder.pinned_buffers import PinnedBuffer
 from jaxscale.inference.encoder.texts import as_encoded
 from jaxscale.models import (
     EncoderModel,
@@ -376,8 +381,62 @@ def test_one_program_is_lowered_at_a_time(monkeypatch):
 
 def test_programs_write_into_memory_of_the_host():
     programs = make()._programs
-    vectors = programs(ProgramShape("encode", 128, 32), programs.batch(128, 32))
-    assert vectors.sharding.memory_kind == "pinned_host"
+    result = programs(ProgramShape("encode", 128, 32), programs.batch(128, 32))
+    assert result.array.sharding.memory_kind == "pinned_host"
+    assert result.buffer is None  # of a GPU alone
+
+
+def test_programs_of_a_gpu_write_into_the_same_memory_again(monkeypatch):
+    plain, places = make(), set()
+    monkeypatch.setattr(EncodePrograms, "_writes_result_once", lambda self, host: True)
+    encoder = make()
+    for count in (3, 30, 14):
+        tokens = encoder.tokenize(texts(count, seed=count))
+        (launched,) = encoder.launch("encode", tokens, 512)
+        places.add(launched.result.array.unsafe_buffer_pointer())
+        launched.result.array.block_until_ready()  # a CPU writes there before, too
+        found = np.empty((count, 32), np.float32)
+        launched.into(found)
+        again = dict(encoder.read(launched))
+        want = plain.encode(tokens)
+        np.testing.assert_array_equal(found, want)
+        np.testing.assert_array_equal([again[i] for i in range(count)], want)
+    assert len(places) == 1
+
+
+class Fake:
+    """A result that appears in memory, or not, after some looks."""
+
+    def __init__(self, view, values, looks, broken=False):
+        self.view, self.values, self.looks, self.broken = view, values, looks, broken
+
+    def is_ready(self):
+        self.looks -= 1
+        if self.looks == 0 and self.values is not None:
+            self.view[...] = self.values
+        return self.looks < -3
+
+    def block_until_ready(self):
+        if self.broken:
+            raise RuntimeError("broken")
+
+
+def test_results_are_read_as_soon_as_they_are_in_memory():
+    view, values = np.full((1, 4, 3), np.nan, np.float32), np.ones((1, 4, 3))
+    values[0, 2:] = np.nan  # what no text has asked for
+    fake = Fake(view, values, 5)
+    read = Written(fake, PinnedBuffer(fake, view)).read([2])
+    np.testing.assert_array_equal(read, values)
+    assert fake.looks == 0
+    # NaN is what its program has computed, or has failed.
+    fake = Fake(view, values, 5)
+    np.testing.assert_array_equal(
+        Written(fake, PinnedBuffer(fake, view)).read([3]), values
+    )
+    view[...] = np.nan
+    fake = Fake(view, None, 5, broken=True)
+    with pytest.raises(RuntimeError, match="broken"):
+        Written(fake, PinnedBuffer(fake, view)).read([1])
 
 
 def test_programs_read_tokens_in_memory_of_the_host():
