@@ -413,7 +413,7 @@ class Encoder:
         """Index and result of each text, fp32, once they are there."""
         return launched.results()
 
-    @functools.cached_property
+    @property
     def device(self) -> Any:
         """The first device that computes."""
         return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
