@@ -154,10 +154,13 @@ class Launched:
 
     def results(self) -> Iterator[tuple[int, np.ndarray]]:
         """Index and result of each text, fp32, once they are there."""
-        if self._kept is None:  # its memory is written again
+        if self._kept is None:
             array, buffer = self.result
-            copied = np.asarray if buffer is None else np.array
-            self._kept = copied(array, np.float32)
+            if buffer is None:
+                self._kept = np.asarray(array, np.float32)
+            else:  # that memory is written again
+                array.block_until_ready()
+                self._kept = buffer.view.copy()
             self._release()
         for row, value in zip(self.rows, self._kept, strict=False):
             place = 0
@@ -265,8 +268,11 @@ class EncodePrograms:
             given, whole = program(self._leaves, whole, shape.size, given, None)
         last, out = self._jitted[shape.method], None if buffer is None else buffer.array
         array = last(self._leaves, whole, shape.size, given, out)
-        if buffer is None or array.unsafe_buffer_pointer() != buffer.view.ctypes.data:
+        if buffer is None:
             return Written(array)
+        if array.unsafe_buffer_pointer() != buffer.view.ctypes.data:
+            # A CPU does not take memory of numpy; next time it is its own.
+            buffer = PinnedBuffer.of(array)
         return Written(array, PinnedBuffer(array, buffer.view))
 
     def _writes_result_once(self, host: SingleDeviceSharding) -> bool:

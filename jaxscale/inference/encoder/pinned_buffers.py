@@ -2,7 +2,6 @@
 
 import collections
 import ctypes
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,14 @@ class PinnedBuffer(NamedTuple):
     """What a program takes. Its values change, so nothing else may read it."""
     view: np.ndarray
     """What the host writes, while no program reads."""
+
+    @classmethod
+    def of(cls, array: jax.Array) -> "PinnedBuffer":
+        """The memory of an array, once it is there."""
+        address = array.block_until_ready().unsafe_buffer_pointer()
+        memory: Any = (ctypes.c_byte * array.nbytes).from_address(address)
+        memory.owner = array  # a view keeps what it shows
+        return cls(array, np.frombuffer(memory, array.dtype).reshape(array.shape))
 
 
 class PinnedBuffers:
@@ -61,8 +68,4 @@ class PinnedBuffers:
         self._free[buffer.view.shape, buffer.view.dtype].append(buffer)
 
     def _allocate(self, shape: tuple[int, ...], dtype: type) -> PinnedBuffer:
-        zeros = jax.device_put(np.zeros(shape, dtype), self.where)
-        address = zeros.block_until_ready().unsafe_buffer_pointer()
-        memory: Any = (ctypes.c_int32 * math.prod(shape)).from_address(address)
-        memory.owner = zeros  # a view keeps what it shows
-        return PinnedBuffer(zeros, np.frombuffer(memory, dtype).reshape(shape))
+        return PinnedBuffer.of(jax.device_put(np.zeros(shape, dtype), self.where))
