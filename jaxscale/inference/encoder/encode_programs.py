@@ -126,11 +126,12 @@ class Written(NamedTuple):
         """
         if self.buffer is None:
             return np.asarray(self.array, np.float32)
+        array: Any = self.array
         view = self.buffer.view
         wanted = [view[row, :count] for row, count in enumerate(counts)]
         while any(np.isnan(part).any() for part in wanted):
-            if self.array.is_ready():
-                self.array.block_until_ready()  # raises what its program has raised
+            if array.is_ready():
+                array.block_until_ready()  # raises what its program has raised
                 break
             time.sleep(0)  # other threads go on
         return view
