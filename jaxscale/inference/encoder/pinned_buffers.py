@@ -55,11 +55,18 @@ class PinnedBuffers:
         self._free = collections.defaultdict[Any, list[PinnedBuffer]](list)
 
     def take(self, shape: tuple[int, ...], dtype: type = np.int32) -> PinnedBuffer:
-        """A buffer that nothing else uses, with zeros; NaN if it is of fp32."""
+        """A buffer that nothing else uses, with zeros; NaN if it is of fp32.
+
+        Of a result, which is fp32, a part may have been read while others were still
+        copied. Such a copy must have ended: it would pass for that of the next program.
+        """
         try:
             buffer = self._free[shape, np.dtype(dtype)].pop()  # one thread gets it
         except IndexError:
             buffer = self._allocate(shape, dtype)
+        array: Any = buffer.array
+        if not array.is_ready() and np.isnan(buffer.view).any():
+            array.block_until_ready()
         buffer.view.fill(np.nan if dtype is np.float32 else 0)
         return buffer
 
