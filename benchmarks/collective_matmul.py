@@ -411,6 +411,15 @@ NAMES = (
     *torch_collective.NAMES,
 )
 
+KINDS = {
+    **dict.fromkeys(("order_of_k", "jax_sample"), ("all_gather",)),
+    **dict.fromkeys(("low_latency", "xla_one_shot"), ("all_reduce",)),
+    **dict.fromkeys(
+        ("xla_windowed", "fp8_mosaic_gpu", "fp8_xla"), ("all_gather", "reduce_scatter")
+    ),
+}
+"""Of which kinds there are the forms that not all have."""
+
 BENCHMARK = Benchmark(
     name="collective_matmul",
     cases=tuple(cases()),
@@ -418,6 +427,7 @@ BENCHMARK = Benchmark(
     kernels=("collective_matmul",),
     spec=spec_name,
     devices=lambda params: params["tp"],
+    offers=lambda case, name: case.params["kind"] in KINDS.get(name, tuple(OURS)),
     inputs=lambda params, key: (),
     implementations={name: Custom(_elsewhere) for name in NAMES},
     measure=measure,

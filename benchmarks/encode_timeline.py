@@ -233,6 +233,7 @@ BENCHMARK = Benchmark(
     cases=[encoder.case("bert_base", batch, length) for batch, length in REQUESTS],
     quick_cases=[encoder.case("bert_tiny", 1, 24), encoder.case("bert_tiny", 4, 24)],
     kernels=encoder.BENCHMARK.kernels,
+    trains=lambda case: False,
     inputs=lambda params, key: (),
     implementations={"jaxscale": encode.BENCHMARK.implementations["jaxscale"]},
     measure=measure,

@@ -244,6 +244,10 @@ BENCHMARK = Benchmark(
         case(f"{name}_tiny", 3, 24) for name in ("bert", "albert", "deberta_v3")
     ],
     kernels=("varlen_attention", "matmul", "layer_norm"),
+    trains=lambda case: False,
+    offers=lambda case, name: (
+        name != ("torch_sdpa" if config_of(case.params).relative else "flash_deberta")
+    ),
     inputs=inputs,
     reference=reference,
     implementations={

@@ -55,6 +55,7 @@ BENCHMARK = Benchmark(
     cases=[encoder.case("bert_base", 16, n) for n in (1024, 512, 256, 128)],
     quick_cases=[encoder.case("bert_tiny", 3, 24)],
     kernels=("varlen_attention", "matmul", "layer_norm"),
+    trains=lambda case: False,
     inputs=encoder.inputs,
     reference=encoder.reference,
     implementations={name: Jax(make) for name, make in MAKERS.items()},

@@ -7,8 +7,10 @@ default, ranked over all layers, updates the kept weights, trains on under each 
 (and under 2:4 alike), and writes what
 `jaxscale.pruning.sparsify` keeps, with the bits per byte of each model, to
 ``benchmarks/pruned_model.json``. Benchmarks of speed read that file, and make it on a
-GPU where it is missing. Where it is there, masks that it lacks are added: their bits
-are those of the dense model in it and what they lose in the training at hand.
+GPU where it is missing. Where it is there, masks that it lacks are added, and those of
+patterns that the command names (``python -m benchmarks.pruned_model tw tew``) made
+anew: their bits are those of the dense model in it and what they lose in the training
+at hand.
 
 Scaled to a matrix of r times the inputs and c times the outputs, every tile stands for
 c tiles, each of which keeps r times as many rows, and every dropped column for c
@@ -35,7 +37,7 @@ import json
 import operator
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -68,7 +70,7 @@ LAYERS = {TRAINED: SETUPS[TRAINED].model.num_layers, UNTRAINED: 2}
 
 MASKS = ("tw", "tew")
 SPARSITIES = (0.5, 0.75, 0.9)
-SPARSITIES_24 = (0.65, 0.75, 0.8, 0.85)
+SPARSITIES_24 = (0.5, 0.6, 0.65, 0.75, 0.8, 0.85)
 """Of tiles times 2:4 (``tw24``), which keep half of what tiles do."""
 SEED = 0
 SCALE = 0.02
@@ -307,7 +309,7 @@ def with_sparse_layers(
 def masks() -> list[tuple[str, float]]:
     """All masks and their sparsities."""
     plain = [(mask, sparsity) for mask in MASKS for sparsity in SPARSITIES]
-    return plain + [("tw24", sparsity) for sparsity in SPARSITIES_24]
+    return [*(("tw24", sparsity) for sparsity in SPARSITIES_24), *plain]
 
 
 def label(mask: str, sparsity: float) -> str:
@@ -332,7 +334,7 @@ def load(name: str) -> PrunedModel:
         with open(FILE.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one process trains, the others wait
             if not FILE.exists():
-                write(trained())
+                make()
     return _read(json.loads(FILE.read_text(encoding="utf-8")))
 
 
@@ -367,53 +369,60 @@ def write(found: Mapping[str, Any]) -> None:
 # --- Making it ------------------------------------------------------------------------
 
 
-def trained(
-    name: str = TRAINED, known: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Train, prune by every mask, train on, and say what is kept.
+def make(
+    name: str = TRAINED,
+    known: Mapping[str, Any] | None = None,
+    anew: Collection[str] = (),
+) -> None:
+    """Train, prune by every mask, train on, and write what is kept, mask by mask.
 
     Args:
         name: Of the model.
         known: What the file says: masks that it has are left as they are.
+        anew: Patterns of which they are not.
     """
     experiment = Experiment(SETUPS[name], SEED)
     control = experiment.tuned(experiment.whole)[0]
     dense = experiment.bits(control)
+    print(f"dense: {dense:.4f} bits a byte", flush=True)
     if known is None:
         two_four = experiment.masks("two_four", 0.5)
-        bits = {
-            "dense": dense,
-            "int8": experiment.bits(_quantized(control)),
-            "two_four": experiment.bits(experiment.tuned(two_four, UPDATED)[0]),
+        known = {
+            "model": name,
+            "seed": SEED,
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "tile": SETUPS[name].tile,
+            "bits_per_byte": {
+                "dense": dense,
+                "int8": experiment.bits(_quantized(control)),
+                "two_four": experiment.bits(experiment.tuned(two_four, UPDATED)[0]),
+            },
+            "masks": {},
         }
-        kept = {}
-    else:
-        bits, kept = dict(known["bits_per_byte"]), dict(known["masks"])
-    # The host ranks weights for the next masks while the GPU trains.
-    with ThreadPoolExecutor(4) as pool:
+    bits, kept = dict(known["bits_per_byte"]), dict(known["masks"])
+    # The host ranks and updates weights for the next masks while the GPU trains. More
+    # threads would wait for the interpreter.
+    with ThreadPoolExecutor(2) as pool:
         pending = {
             key: pool.submit(_pruned, experiment, *each)
             for each in masks()
-            if (key := label(*each)) not in kept or key not in bits
+            if (key := label(*each)) not in kept or key not in bits or each[0] in anew
         }
         for key, future in pending.items():
             found, kept[key] = future.result()
             lost = experiment.bits(experiment.tuned(found, UPDATED)[0]) - dense
             bits[key] = bits["dense"] + lost
             print(f"{key}: {bits[key]:.4f} bits a byte", flush=True)
-    head = known or {
-        "model": name,
-        "seed": SEED,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "tile": SETUPS[name].tile,
-    }
-    rounded = {key: round(value, 5) for key, value in bits.items()}
-    return {**head, "bits_per_byte": rounded, "masks": kept}
+            rounded = {each: round(value, 5) for each, value in bits.items()}
+            write({**known, "bits_per_byte": rounded, "masks": kept})
 
 
 def _pruned(experiment: Experiment, mask: Any, sparsity: float) -> tuple[Any, list]:
-    """A mask of the pruner, with no bound for a layer, and what it keeps."""
+    """A mask of the pruner, with no bound for a layer, and what it keeps.
+
+    The weights that it leaves are updated here, too: for `Experiment.tuned`.
+    """
     config = pruning.PruneConfig(
         pattern=mask,
         sparsity=sparsity,
@@ -422,6 +431,7 @@ def _pruned(experiment: Experiment, mask: Any, sparsity: float) -> tuple[Any, li
     )
     scores = experiment.scored.scores("taylor")
     masks = pruning.make_model_masks(experiment.dense, scores, config)
+    experiment.scored.updated(UPDATED, masks)
     return masks, parts_of(experiment.dense, masks)
 
 
@@ -474,13 +484,13 @@ def parts_of(model: Any, masks: pruning.Masks) -> list[dict[str, dict[str, Any]]
     return found
 
 
-def main() -> int:
-    """Make the file, or what it lacks."""
+def main(anew: Sequence[str] | None = None) -> int:
+    """Make the file, or what it lacks, and the patterns that the command names anew."""
     if not timing.on_gpu():
         print("there is no GPU to train on; nothing was written", file=sys.stderr)
         return 1
     known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else None
-    write(trained(known=known))
+    make(known=known, anew=sys.argv[1:] if anew is None else anew)
     print(f"wrote {FILE}")
     return 0
 

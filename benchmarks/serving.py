@@ -21,7 +21,9 @@ its ``compile_seconds`` to answer.
 - ``vllm``: vLLM with as many slots as ours; see `vllm_serving`, which says how it is
   found.
 
-With ``slots`` ``default`` ours and vLLM choose them.
+With ``slots`` ``default`` ours and vLLM choose them. With ``sizes`` ``one`` batches of
+decoding and of prompts have one size each, the largest: the few programs of it are soon
+compiled for blocks that are pruned unlike.
 
 A token: ``batch`` sequences of about ``context`` tokens each; the time of a step.
 ``read_gb_per_second`` is how fast weights, keys and values are read in it, by each
@@ -67,6 +69,7 @@ from benchmarks.workloads.serving_cases import (
     token_case,
 )
 from benchmarks.workloads.serving_model import SMALL, config_of, random_model
+from jaxscale.inference.engine.device_share import reserve_for_serving
 from jaxscale.observability.trace_events import write_events
 
 
@@ -171,12 +174,12 @@ def _started(
         slots = None
     elif policy == "concurrent":
         slots = 2
-    step = "context" in params  # which needs few programs
-    buckets = None if policy == "jaxscale" and not step else [slots]
+    few = "context" in params or "sizes" in params  # programs
+    buckets = None if policy == "jaxscale" and not few else [slots]
     more: dict[str, Any] = {"program_cache": os.environ.get(_PROGRAMS)}
     if policy in SUMS:
         more["all_reduce"] = SUMS[policy]
-    if step and timing.on_gpu():
+    if few and timing.on_gpu():
         more["prefill_tokens"] = (2048,)
     engine = policies.engine_for(model, load, slots, buckets, wait=False, **more)
     costs = {"ready_seconds": time.perf_counter() - start}
@@ -364,6 +367,8 @@ def _refused(params: Any, name: str) -> str | None:
         return "vLLM has no tile-wise sparse weights"
     if params.get("weights") == "int8" and name == "vllm":
         return "vLLM rounds no weights to int8 by itself"
+    if "sizes" in params and name != "jaxscale":
+        return "it chooses the sizes of its batches by itself"
     if params.get("slots") == "default" and name not in ("jaxscale", "vllm"):
         return "it has no number of slots of its own"
     if params.get("requests", 0) > _MANY and name == "concurrent":
@@ -448,6 +453,7 @@ BENCHMARK = Benchmark(
         ),
     ],
     kernels=("paged_attention", "varlen_attention", "tile_sparse_matmul"),
+    trains=lambda case: False,
     runs=lambda case, name, op: op != "tile_sparse_matmul" or is_pruned(case.params),
     inputs=lambda params, key: (),
     implementations={name: _in_child(name) for name in (*OURS, *SUMS, TORCH, "vllm")},
@@ -470,6 +476,8 @@ _KINDS: dict[str, Callable[..., Any]] = {
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         name, *arguments = json.loads(sys.argv[2])
+        if name != TORCH:
+            reserve_for_serving()
         result = _KINDS[name](name, *arguments)
         if (peak := _peak_gib(name)) is not None:
             result["metrics"]["peak_gib"] = peak

@@ -268,8 +268,7 @@ def _products(params: Params) -> products.Form:
 
 def _two_four(params: Params) -> products.Form:
     """The layer in PyTorch, with matmuls of cuSPARSELt."""
-    if params["sparsity"] != 0.5:
-        raise NotImplementedError("2:4 sparsity prunes 50%")
+    products.check_two_four(params)
     if params["pass"] != "fwd":
         raise NotImplementedError("for the forward pass")
     if params["M"] % 16:

@@ -111,6 +111,11 @@ def parts_of(params: Params) -> list[Part]:
     return [part.scaled(params["K"], params["N"]) for part in found]
 
 
+def _mask_of(params: Params) -> Any:
+    """What the mask of a case keeps of all blocks, if the model has it."""
+    return pruned_model.load(params["model"]).of(params["mask"], params["sparsity"])
+
+
 def kept(parts: Iterable[Part]) -> float:
     """The share of the weights of several matrices that is kept."""
     found = [(part.weights, part.shape[0] * part.shape[1]) for part in parts]
@@ -199,8 +204,7 @@ def _int8(params: Params) -> Form:
 
 def _two_four(params: Params) -> Form:
     """PyTorch's 2:4 weights on cuSPARSELt, with the fastest algorithm."""
-    if params["sparsity"] != 0.5:
-        raise NotImplementedError("2:4 sparsity prunes 50%")
+    check_two_four(params)
     if params["M"] % 16:
         raise NotImplementedError(f"M={params['M']}, 2:4 wants a multiple of 16")
 
@@ -233,6 +237,12 @@ def _two_four(params: Params) -> Form:
         prepare=prepare,
         repeats=params["layers"],
     )
+
+
+def check_two_four(params: Params) -> None:
+    """Raise unless 2:4 is a rival: of what is pruned alike, and of tiles times 2:4."""
+    if params["sparsity"] != 0.5 and params["mask"] != "tw24":
+        raise NotImplementedError("2:4 sparsity prunes 50%")
 
 
 FORMS: Mapping[str, Callable[[Params], Form]] = {
@@ -384,6 +394,12 @@ def measure(
     for name in {case.params["model"] for case in wanted}:
         pruned_model.load(name)  # here, since threads would each make it
     for case in wanted:
+        try:
+            _mask_of(case.params)
+        except NotImplementedError as error:
+            lacking = NoMeasurement(f"not supported: {error}")
+            yield case, dict.fromkeys(names, lacking)
+            continue
         pending = {}
         with ThreadPoolExecutor(max(len(names), 1)) as pool:  # they compile together
             for name in names:
@@ -423,10 +439,12 @@ def _timed(pending: Mapping[str, Future], samples: int) -> Results:
 
 def compare(params: Params, medians: Mapping[str, float]) -> Mapping[str, dict]:
     """Speed-up over the best dense matmul of the same run, and the ideal one."""
-    share = kept(parts_of(params))
     dense = [medians[name] for name in ("dense", "torch_dense") if name in medians]
     found = accuracy(params, medians)
-    for name, t in medians.items() if dense else ():
+    if not dense:
+        return found
+    share = kept(parts_of(params))
+    for name, t in medians.items():
         found[name]["speed_up"] = min(dense) / t
         if name in OURS:
             found[name]["ideal_speed_up"] = 1 / share

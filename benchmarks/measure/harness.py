@@ -216,6 +216,8 @@ class Benchmark:
     """Packages of `pallas_kernels` that ours run; their changes make rows stale."""
     runs: Callable[[Case, str, str], bool] = lambda case, name, op: True
     """Whether an implementation runs those of a package in a case; by default all."""
+    trains: Callable[[Case], bool] = lambda case: case.params.get("pass") != "fwd"
+    """Whether a case runs the kernels of gradients."""
     spec: Callable[[Case], str] = operator.attrgetter("name")
     """The name of a case among those of its kernels in ``tests/manifest.json``."""
     devices: Callable[[Params], int] = lambda params: 1

@@ -209,9 +209,6 @@ def lines(rows: Sequence[Record]) -> Iterator[tuple[Record, dict[str, Record]]]:
 SIZES = ("M", "N", "K", "batch", "max_len", "seq_len", "tokens", "context")
 """Params of which more is more work."""
 
-SLOWER = 1.05
-"""Times of two measurements of the same differ by less."""
-
 
 def within_larger(rows: Sequence[Record]) -> dict[tuple[str, str, str], float]:
     """For each row, its time or that of a larger problem, whichever is less, in us.
@@ -234,17 +231,6 @@ def within_larger(rows: Sequence[Record]) -> dict[tuple[str, str, str], float]:
         )
         for group in alike.values()
         for sizes, row in group
-    }
-
-
-def disturbed(rows: Sequence[Record]) -> set[tuple[str, str, str]]:
-    """Which rows of PyTorch took longer than larger problems of its own."""
-    bounds = within_larger(rows)
-    keys = {(*identity(row), row["implementation"]): row["time_us"] for row in rows}
-    return {
-        key
-        for key, time_us in keys.items()
-        if key[2].startswith("torch") and time_us > SLOWER * bounds[key]
     }
 
 

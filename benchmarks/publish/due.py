@@ -25,7 +25,6 @@ from benchmarks.publish.stale import History, load_benchmark, ours
 
 ROOT = tables.ROOT
 
-SLOW = "slower than a larger problem"
 FRESH, MISSING = "fresh", "missing"
 """States of a row; every other says why it is stale."""
 
@@ -115,7 +114,6 @@ def plan(
     shown = citations(folders[-1].name if folders else tables.DEFAULT_DEVICE)
     found: list[Due] = []
     stored = {name: _stored(name, folders) for name in _names(lines)}
-    slow = {name: records.disturbed([*rows.values()]) for name, rows in stored.items()}
     for name, case, wanted, samples, topic in _wanted(lines, stored):
         benchmark, rows = load_benchmark(name), stored[name]
         if stored_only:
@@ -127,8 +125,6 @@ def plan(
             key = (*_identity(case), implementation)
             row = rows.get(key)
             states[implementation] = _state(benchmark, case, row, history)
-            if states[implementation] == FRESH and key in slow[name]:
-                states[implementation] = SLOW
             seconds += _seconds(benchmark, key, rows)
         ranks = [rank for rank, shows in shown if shows(benchmark, case)]
         found.append(

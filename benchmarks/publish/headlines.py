@@ -237,8 +237,8 @@ def markdown(results: pathlib.Path, docs: str, history: History | None = None) -
         if history is not None and any(map(history.is_stale, found[headline.ours])):
             cells[0] += f" {comparison.STALE}"
         if headline.metric is not None:
-            cells[0] += f", {first['metrics'][headline.metric]:.2f}"
-            cells[1] += f", {second['metrics'][headline.metric]:.2f}"
+            cells[0] += f", {first['metrics'][headline.metric]:.3f}"
+            cells[1] += f", {second['metrics'][headline.metric]:.3f}"
         cells.append(f"{times[best] / ours:.2f}")
         gpus = f"{first['num_devices']} x {GPUS[first['device']]}"
         link = f"[all rows]({docs}{headline.page})"

@@ -329,29 +329,31 @@ OTHER_SCORES = ("_magnitude", "_wanda", "_sparsegpt", "_distilled")
 
 
 def _accuracy(figure: Any, record: records.Record) -> None:
-    """Held-out bits per byte against sparsity by pattern: mean and range of seeds."""
+    """Bits per byte lost against sparsity by pattern: mean and range of seeds.
+
+    Each against the dense model of its own run.
+    """
     found: dict[str, dict[float, list[float]]] = {}
     for row in record["rows"]:
-        if row["implementation"].endswith(OTHER_SCORES):
+        name = row["implementation"]
+        if name == "dense" or name.endswith(OTHER_SCORES):
             continue
-        by_sparsity = found.setdefault(row["implementation"], {})
+        by_sparsity = found.setdefault(name, {})
         values = by_sparsity.setdefault(100 * row["params"]["sparsity"], [])
-        values.append(row["metrics"]["bits_per_byte"])
-    figure.set_size_inches(7.0, 4.5)
+        values.append(row["metrics"]["bits_lost"])
+    figure.set_size_inches(7.0, 5.5)
     axes = figure.subplots()
     for name, by_sparsity in found.items():
         x = sorted(by_sparsity)
         means = [sum(by_sparsity[s]) / len(by_sparsity[s]) for s in x]
         below = [mean - min(by_sparsity[s]) for s, mean in zip(x, means, strict=True)]
         above = [max(by_sparsity[s]) - mean for s, mean in zip(x, means, strict=True)]
-        if name == "dense":
-            axes.axhline(means[0], color="black", linestyle="--", label=name)
-            continue
         axes.errorbar(x, means, (below, above), fmt="o-", capsize=3, label=name)
+    axes.set_yscale("symlog", linthresh=0.01)
     axes.set_xlabel("pruned, %")
-    axes.set_ylabel("held-out bits per byte")
+    axes.set_ylabel("held-out bits per byte lost")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=7)
 
 
 LEARNERS = {

@@ -64,7 +64,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("encoder", "encoder_fusions --samples 10"),
     *(
         ("sparse", line)
-        for mask in ("tw --sparsity 0.5", "tw", "tew")
+        for mask in ("tw --sparsity 0.5", "tw", "tew", "tw24 --sparsity 0.5", "tw24")
         for baselines in (" cusparselt_2_4 int8" if "0.5" in mask else "",)
         for line in (
             f"tile_sparse_layers --case swiglu block --pass fwd --mask {mask} "

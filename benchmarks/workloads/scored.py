@@ -26,6 +26,7 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "tile_wise_bounded": {"pattern": "tw", "bounded": True},
     "tew_bounded": {"pattern": "tew", "single_fraction": 0.03, "bounded": True},
     "tile_24": {"pattern": "tw24"},
+    "tile_24_bounded": {"pattern": "tw24", "bounded": True},
 }
 """Settings of `pruning.PruneConfig` by Taylor scores; `narrow` has half the columns in
 a tile, and each layer of `bounded` keeps at least 0.6 of the mean share: between 2:4,
@@ -47,7 +48,7 @@ MORE: dict[str, dict[str, Any]] = {
     for more, settings in SCORES.items()
 } | {
     f"{name}_updated": PATTERNS[name] | {"update": True}
-    for name in ("tile_wise_bounded", "tew_bounded", "tile_24")
+    for name in ("tile_wise_bounded", "tew_bounded", "tile_24", "tile_24_bounded")
 }
 """Some patterns by them."""
 

@@ -96,6 +96,14 @@ def cases() -> list[Case]:
             for masks in ({"masks": MASKS} if weights in TILE_WISE else {},)
             for own in ({"weights": weights} | masks,)
         ),
+        *(
+            load_case(f"saturated_one_size{name}", models[1], "sharegpt", 10, **case)
+            for name, own in (
+                ("", {}),
+                *((f"_{w}", {"weights": w, "masks": MASKS}) for w in TILE_WISE),
+            )
+            for case in (many | {"sizes": "one"} | own,)
+        ),
         load_case("half_load", models[1], "sharegpt", 40, **many),
         load_case("saturated_defaults", models[1], "sharegpt", 10, **many | DEFAULTS),
         load_case("long_prompts", models[1], "sharegpt:8000", 80, **many | DEFAULTS),

@@ -365,6 +365,9 @@ def _shown(rounds: Sequence[Round]) -> str:
 
 def main(arguments: Sequence[str]) -> bool:
     """Compare as the command line says; whether the server held."""
+    from jaxscale.inference.engine.device_share import reserve_for_serving
+
+    reserve_for_serving()
     parser = argparse.ArgumentParser(description="HTTP against LLM on one engine")
     parser.add_argument("--model", default="small")
     for name, default in (("streams", 64), ("prompt", 32), ("output", 256)):

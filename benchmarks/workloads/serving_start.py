@@ -48,11 +48,13 @@ def write_model(name: str, folder: str) -> None:
 def serve(folder: str, programs: str) -> None:
     """Serve the model of a folder, as ``jaxscale serve`` does, and print the port."""
     from jaxscale.inference import EngineConfig
+    from jaxscale.inference.engine.device_share import reserve_for_serving
     from jaxscale.inference.server import ServerConfig
     from jaxscale.inference.server import serve as serve_http
     from jaxscale.inference.server.backend import Loading
     from jaxscale.inference.server.load import served
 
+    reserve_for_serving()
     engine = EngineConfig(program_cache=programs)
 
     def load(progress: Any) -> Any:

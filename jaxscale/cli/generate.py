@@ -19,6 +19,7 @@ from jaxscale.cli.notices import notice
 from jaxscale.cli.options import parse
 from jaxscale.cli.sources import source_first
 from jaxscale.inference import LLM, EngineConfig, SamplingParams
+from jaxscale.inference.engine.device_share import reserve_for_serving
 from jaxscale.inference.run_directory import is_run, load_run
 from jaxscale.models import (
     Decoder,
@@ -94,6 +95,7 @@ def main(arguments: Sequence[str]) -> int:
         description="Continue a prompt with a trained or a downloaded model.",
     )
     simulate_devices(config.devices)
+    reserve_for_serving()
     if config.tensor_parallel == "fused":
         sharding.launch_in_order()
     with usage_errors():

@@ -23,6 +23,7 @@ from jaxscale.cli.notices import notice
 from jaxscale.cli.options import parse
 from jaxscale.cli.sources import source_first
 from jaxscale.inference import EngineConfig, HostLost, follow
+from jaxscale.inference.engine.device_share import reserve_for_serving
 from jaxscale.inference.lora_modules import load_decoder, parse_lora_modules
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.sharding import AxisRules, MeshConfig
@@ -125,6 +126,7 @@ def main(arguments: Sequence[str]) -> int:
         f"also read from the environment variable {_KEYS}, separated by commas.",
     )
     simulate_devices(config.devices)
+    reserve_for_serving()
     with usage_errors():
         sharding.initialize()
         announce_devices()

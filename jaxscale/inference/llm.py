@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxscale.inference.chat import ChatTemplate, Message
 from jaxscale.inference.engine.config import EngineConfig
+from jaxscale.inference.engine.device_share import reserve_for_serving
 from jaxscale.inference.engine.make import make_engine
 from jaxscale.inference.engine.output_processor import Sink
 from jaxscale.inference.grammar import GrammarCompiler
@@ -130,6 +131,7 @@ class LLM:
             kv_scales: As for `make_engine`.
             quiet: Do not print memory and compilation.
         """
+        reserve_for_serving()
         if rules is None:
             rules = REPLICATED if mesh is None else fsdp_tp()
         path = local_directory(path)

@@ -106,8 +106,9 @@ class EncoderModel(Pretrained, nnx.Module):
                 scan over the stack, instead of every block.
             rules: Mesh axes of each logical axis.
             quantization: fp8 matmuls in the linear layers of the blocks, with a scale
-                per row (``"fp8"``) or per tensor (``"fp8_tensorwise"``); the rest, and
-                the parameters, keep their types. None computes them in `dtype`.
+                per row (``"fp8"``), per block of 128 numbers (``"fp8_blockwise"``) or
+                per tensor (``"fp8_tensorwise"``); the rest, and the parameters, keep
+                their types. None computes them in `dtype`.
             attention_implementation: Name of an attention implementation: of
                 `pallas_kernels.varlen_attention` with sequence packing, otherwise of
                 `pallas_kernels.attention`; None picks one.

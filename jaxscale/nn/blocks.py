@@ -348,6 +348,7 @@ def _network_in_fp8(
         activation=GATED[mlp.activation],
         rules=down.rules,
         tensor_parallel=down.tensor_parallel,
+        quantization=down.quantization,
         norm=rms,
     )
     return None if out is None else down.add_bias(out)

@@ -91,8 +91,9 @@ class Linear(nnx.Module):
             dtype: Type of the computation and the result.
             param_dtype: Type of the parameters.
             quantization: Multiply in fp8 (E4M3, gradients in E5M2) in forward and
-                backward pass, with a scale for each row of an operand (``"fp8"``) or
-                one for the operand (``"fp8_tensorwise"``); None multiplies in `dtype`.
+                backward pass, with a scale for each row of an operand (``"fp8"``),
+                for blocks of 128 numbers (``"fp8_blockwise"``) or one for the operand
+                (``"fp8_tensorwise"``); None multiplies in `dtype`.
                 Parameters stay as they are: see `jaxscale.sharding.fp8`.
             kernel_init: Initializer of the kernel.
             rules: Mesh axes of each logical axis.
@@ -487,7 +488,7 @@ def rounds_rows(layers: Sequence[Any], *dtypes: DTypeLike) -> bool:
     """Whether layers read their input in fp8 alone, and `dtypes` are theirs."""
     return all(
         isinstance(layer, _TensorParallelLinear)
-        and layer.quantization == "fp8"
+        and layer.quantization in ("fp8", "fp8_blockwise")
         and layer.low_rank is None
         and {jnp.dtype(layer.dtype)} == {jnp.dtype(dtype) for dtype in dtypes}
         for layer in layers

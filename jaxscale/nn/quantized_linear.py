@@ -18,9 +18,10 @@ from jaxscale.sharding.decode_all_reduce import sum_over_devices
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
 from jaxscale.sharding.shards import per_shard
+from pallas_kernels.fp8_operands import quantize_rows
 from pallas_kernels.matmul.activations import activate
 from pallas_kernels.quantized_matmul import quantized_matmul
-from pallas_kernels.scaled_matmul import quantize_fp8, scaled_matmul
+from pallas_kernels.scaled_matmul import scaled_matmul
 
 
 type Quantization = Literal["int8", "fp8", "fp8_dynamic"]
@@ -101,9 +102,9 @@ class QuantizedLinear(Parts, nnx.Module):
     derivatives.
 
     With ``"fp8_dynamic"`` and at least `FP8_ACTIVATION_ROWS` tokens both operands are
-    fp8, and the matmul is `pallas_kernels.scaled_matmul`. A token's scale is that of
-    its own largest value (on each device, of the features there), so a result does not
-    depend on what the other tokens of its batch are, only on how many.
+    fp8, and the matmul is `pallas_kernels.scaled_matmul`. A token's scale is the least
+    power of two for its own largest value (on each device, of the features there), so a
+    result does not depend on what the other tokens of its batch are, only on how many.
 
     Example:
         >>> layer = QuantizedLinear(
@@ -224,5 +225,9 @@ class QuantizedLinear(Parts, nnx.Module):
         few = math.prod(x.shape[:-1]) < FP8_ACTIVATION_ROWS
         if few or not self.rounds_activations:
             return quantized_matmul(x, kernel, scale, out_dtype=self.out_dtype)
-        rounded, x_scale = quantize_fp8(x, axis=-1)  # [B, T, in], [B, T]
-        return scaled_matmul(rounded, kernel, x_scale, scale, out_dtype=self.out_dtype)
+        # One pass over the activations; XLA would take one for the scales, another one.
+        rows = quantize_rows(x.reshape(-1, x.shape[-1]), kernel.dtype)
+        y = scaled_matmul(
+            rows.data, kernel, rows.scale, scale, out_dtype=self.out_dtype
+        )
+        return y.reshape(*x.shape[:-1], y.shape[-1])

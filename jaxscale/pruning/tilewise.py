@@ -356,7 +356,8 @@ def _two_four_in_tiles(
         together.setdefault(matrix.shares or matrix.name, []).append(mask)
     wide = {name: np.concatenate(masks) for name, masks in together.items()}
     first = {matrix.name: matrix.shares or matrix.name for matrix in matrices}
-    with ThreadPoolExecutor() as pool:  # numpy works outside of the lock
+    # Numpy works outside of the interpreter's lock, but more threads wait for it.
+    with ThreadPoolExecutor(8) as pool:
         return [
             _fours_of(
                 matrix,

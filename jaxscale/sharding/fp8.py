@@ -20,6 +20,9 @@ matmul    left, scales along          right, scales along
 ========  ==========================  ==========================
 
 With one scale per tensor ("fp8_tensorwise") the forms differ only by a transposition.
+With blocks ("fp8_blockwise") a scale serves 128 numbers of a row of x and g, along the
+axis that is contracted, and 128 rows and columns of w. Its matmuls scale the sums of
+each block before they add them up.
 
 Operands whose matmuls a fused kernel adds up share one scale per row. What is rounded
 where, and sent in which type, is in ``docs/fp8.md``. Each call rounds its weights,
@@ -36,7 +39,7 @@ all sequences.
 
 References:
     FP8 formats for deep learning, arXiv 2209.05433. DeepSeek-V3, arXiv 2412.19437,
-    section 3.3, which has a scale per 128 values of a row instead, and also saves
+    section 3.3, which has the blocks, with scales of any size, and also saves
     activations in fp8.
 """
 
@@ -66,7 +69,9 @@ from pallas_kernels.fp8_operands import (
     quantize_gated_gradients,
     quantize_rms_norm,
     quantize_rows,
+    quantize_squares,
     transpose,
+    transpose_blocks,
     transpose_rows,
 )
 from pallas_kernels.scaled_matmul import scaled_matmul
@@ -76,8 +81,8 @@ OUT_NAME = "fp8_matmul_out"
 """The name of matmul results, for policies of `jax.checkpoint`."""
 
 
-type Fp8 = Literal["fp8", "fp8_tensorwise"] | None
-"""fp8 matmuls with a scale per row of their operands, or one per tensor."""
+type Fp8 = Literal["fp8", "fp8_blockwise", "fp8_tensorwise"] | None
+"""fp8 matmuls with a scale per row of their operands, per block, or one per tensor."""
 
 type Norm = tuple[Array, float] | None
 """The factors [K] of an RMS norm, fp32, and what is added to the mean square."""
@@ -86,7 +91,7 @@ type Stored = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 """For each weight the mesh axes over which its rows, and its columns, are stored in
 parts. One of both is whole."""
 
-_NAMES = ("fp8", "fp8_tensorwise", None)
+_NAMES = ("fp8", "fp8_blockwise", "fp8_tensorwise", None)
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -97,7 +102,8 @@ class Scaled(NamedTuple):
     data: Array
     """[..., K], E4M3 or E5M2."""
     scale: Array
-    """[...] per row, or () per tensor; fp32 powers of two."""
+    """[...] per row, [..., K / 128] per block or () per tensor; fp32 powers of two. A
+    weight has [N / 128, K / 128]."""
     largest: Array | None = None
     """[K], fp32, with a scale per row: the largest magnitude of each column, from which
     a matmul that contracts the rows takes its scales."""
@@ -153,13 +159,13 @@ def check_fp8(quantization: str | None) -> None:
         ...
         ValueError: quantization 'int8' is for inference:
         jaxscale.models.quantize(model, 'int8') stores weights so; layers that are
-        trained take 'fp8', 'fp8_tensorwise' or None
+        trained take 'fp8', 'fp8_blockwise', 'fp8_tensorwise' or None
     """
     if quantization == "int8":
         raise ValueError(
             "quantization 'int8' is for inference: jaxscale.models.quantize(model, "
             "'int8') stores weights so; layers that are trained take 'fp8', "
-            "'fp8_tensorwise' or None"
+            "'fp8_blockwise', 'fp8_tensorwise' or None"
         )
     check_choice("quantization", quantization, _NAMES)
 
@@ -182,7 +188,7 @@ def quantize_operand(
     Args:
         x: The operand.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
-        quantization: A scale per row, or one per tensor.
+        quantization: A scale per row, per block of one, or one per tensor.
         names: Mesh axes of a `jax.shard_map` whose devices share one scale.
         through: Type to which `x` is rounded first; None is that of `x`.
 
@@ -191,10 +197,10 @@ def quantize_operand(
         >>> print(data.astype(jnp.float32), scale)
         [[   1.5 -448. ]] [2.]
     """
-    if quantization == "fp8":
-        matrix = x.reshape(-1, x.shape[-1])
-        data, scale, largest = quantize_rows(matrix, dtype, through=through)
-        return Scaled(data.reshape(x.shape), scale.reshape(x.shape[:-1]), largest)
+    if quantization != "fp8_tensorwise":
+        blocks = quantization == "fp8_blockwise"
+        rows = quantize_rows(_matrix(x), dtype, through=through, blocks=blocks)
+        return _shaped(rows, x)
     wide = (x if through is None else x.astype(through)).astype(jnp.float32)
     scale = _scale_of_all(wide, dtype, names)
     return Scaled((wide * inverse_scale(scale)).astype(dtype), scale)
@@ -219,6 +225,8 @@ def _largest_of(x: Array, names: tuple[str, ...]) -> Array:
 
 def _transposed(x: Scaled) -> Scaled:
     """A matrix for a matmul that contracts its rows: [M, K] as [K, M]."""
+    if x.scale.ndim == 2:
+        return Scaled(*transpose_blocks(x.data, x.scale))
     if x.largest is None:
         return Scaled(transpose(x.data), x.scale)
     return Scaled(*transpose_rows(x.data, x.scale, x.largest))
@@ -226,8 +234,8 @@ def _transposed(x: Scaled) -> Scaled:
 
 def _two_layouts(x: Array, dtype: DTypeLike, form: "_Form") -> tuple[Scaled, Scaled]:
     """[B, T, N] in fp8, and transposed for a matmul that contracts its rows."""
-    if form.quantization == "fp8":
-        rows = quantize_operand(x, dtype, "fp8")
+    if form.quantization != "fp8_tensorwise":
+        rows = quantize_operand(x, dtype, form.quantization)
         return rows, _transposed(_rows(rows))
     scale = _scale_of_all(x.astype(jnp.float32), dtype, ())
     matrix = x.reshape(-1, x.shape[-1])
@@ -242,7 +250,9 @@ def _product(a: Scaled, b: Scaled, dtype: DTypeLike) -> Array:
 
 def _rows(x: Scaled) -> Scaled:
     """[B, T, K] as the matrix [M, K]."""
-    scale = x.scale.reshape(-1) if x.scale.ndim else x.scale
+    scale = x.scale
+    if scale.ndim:
+        scale = scale.reshape(-1, *scale.shape[x.data.ndim - 1 :])
     return x._replace(data=x.data.reshape(-1, x.data.shape[-1]), scale=scale)
 
 
@@ -318,7 +328,7 @@ def round_weights(
     Args:
         ws: Parameters of this device.
         dtype: Type of the computation, to which they are rounded first.
-        quantization: A scale per row, or one per tensor.
+        quantization: A scale per row, per block, or one per tensor.
         rows: Mesh axes over which their rows are stored in parts, or...
         columns: ...their columns, with a scale per row. They divide both dimensions.
 
@@ -327,6 +337,8 @@ def round_weights(
     """
 
     def round_one(w: Array) -> tuple[Scaled, Scaled]:
+        if quantization == "fp8_blockwise":
+            return _squares(w, dtype)
         x = quantize_operand(w, E4M3, quantization, through=dtype)
         if columns:
             turned = _turned_part(x, columns)
@@ -347,6 +359,12 @@ def round_weights(
         scale = jax.lax.all_gather(turned.scale, columns, axis=1, tiled=True)
         turned = turned._replace(scale=scale)
     return straight._replace(largest=None), turned._replace(largest=None)
+
+
+def _squares(w: Array, dtype: DTypeLike) -> tuple[Scaled, Scaled]:
+    """A weight [K, N] rounded by blocks, and its transpose."""
+    data, turned, scale = quantize_squares(w, E4M3, through=dtype)
+    return Scaled(data, scale), Scaled(turned, scale.T)
 
 
 def _exchanged(x: Array, names: tuple[str, ...]) -> Array:
@@ -374,6 +392,9 @@ def _weights(
                 whole = jax.lax.all_gather(x.data, names, axis=0, tiled=True)
                 x = x._replace(data=whole)
             found.append(x)
+            continue
+        if form.quantization == "fp8_blockwise":
+            found.append(_squares(w, dtype)[turned])
             continue
         x = quantize_operand(w, E4M3, form.quantization, through=dtype)
         if columns:  # scales of rows are not known before those of others
@@ -500,7 +521,9 @@ def _input(x: Array, norm: Array | None, form: _Form) -> Scaled:
     """[B, T, K] in fp8, normalized if there is a norm."""
     if norm is None:
         return quantize_operand(x, E4M3, form.quantization, form.names)
-    return _shaped(quantize_rms_norm(_matrix(x), norm, E4M3, eps=form.eps), x)
+    blocks = form.quantization == "fp8_blockwise"
+    rows = quantize_rms_norm(_matrix(x), norm, E4M3, eps=form.eps, blocks=blocks)
+    return _shaped(rows, x)
 
 
 def _normalized(x: Array, norm: Array, eps: float) -> Array:
@@ -516,7 +539,8 @@ def _matrix(x: Array) -> Array:
 def _shaped(rows: QuantizedRows, like: Array) -> Scaled:
     """Rows of a matrix as [B, T, K]."""
     data, scale, largest = rows
-    return Scaled(data.reshape(like.shape), scale.reshape(like.shape[:-1]), largest)
+    scale = scale.reshape(*like.shape[:-1], *scale.shape[1:])
+    return Scaled(data.reshape(like.shape), scale, largest)
 
 
 def _gradients(gs: Sequence[Array], form: _Form) -> tuple[list[Scaled], list[Scaled]]:
@@ -625,18 +649,22 @@ def _feed_forward_forward(
     form: _Form, x: Array, norm: Array | None, ws: tuple[Weight, ...]
 ) -> tuple[Any, Any]:
     (gate, up), column = _column_forward(form.part(0, 2), x, norm, ws[:2])
-    hidden = quantize_gated(
-        _matrix(gate), _matrix(up), E4M3, activation=form.activation
-    )
+    hidden = quantize_gated(_matrix(gate), _matrix(up), E4M3, **_gate(form))
     out, row = _row_of(form.part(2), [_shaped(hidden, gate)], ws[2:], x.dtype)
     return out, (gate, up, column, row)
+
+
+def _gate(form: _Form) -> dict[str, Any]:
+    """Options of what rounds a gate."""
+    blocks = form.quantization == "fp8_blockwise"
+    return {"activation": form.activation, "blocks": blocks}
 
 
 def _feed_forward_backward(form: _Form, kept: Any, g: Array) -> Any:
     gate, up, column, row = kept
     (hidden,), down = _row_backward(form.part(2), row, g)
     both = quantize_gated_gradients(
-        _matrix(gate), _matrix(up), _matrix(hidden), E5M2, activation=form.activation
+        _matrix(gate), _matrix(up), _matrix(hidden), E5M2, **_gate(form)
     )
     parts = [_shaped(rows, gate) for rows in both]
     turned = [_transposed(_rows(part)) for part in parts]
@@ -667,16 +695,16 @@ def fp8_all_gather_matmul(
         kernels: Parameters [K, N], in any floating-point type; with `fused` and axes no
             `RoundedWeight`.
         axis_names: Mesh axes to gather the tokens over; none if they are whole.
-        quantization: A scale per row, or one per tensor.
+        quantization: A scale per row, per block, or one per tensor.
         fused: Take kernels that communicate, over one axis, where they were tuned and
-            are not slower than XLA.
+            are not slower than XLA. There are none for blocks.
         norm: An RMS norm of x, with a scale per row, or None.
         stored: Over what each kernel is stored in parts, which are gathered in fp8, and
             to which gradients are reduce-scattered. Scales are per row, and with
             `fused` the same for all, none along the features of the result.
     """
     scale, eps = norm or (None, 0.0)
-    fused = fused and len(axis_names) == 1
+    fused = _fuses(fused, axis_names, quantization)
     form = _Form(quantization, axis_names, fused, eps, stored=stored)
     return _column(form, x, scale, tuple(kernels))
 
@@ -695,7 +723,7 @@ def fp8_matmul_reduce_scatter(
     The arguments are those of `fp8_all_gather_matmul`; without axes the result is this
     device's own sum. Gradients of the result are all-gathered in fp8.
     """
-    fused = fused and len(axis_names) == 1
+    fused = _fuses(fused, axis_names, quantization)
     form = _Form(quantization, axis_names, fused, stored=stored)
     return _row(form, tuple(xs), tuple(kernels))
 
@@ -705,27 +733,34 @@ def fp8_feed_forward(
     kernels: Sequence[Weight],
     *,
     axis_names: tuple[str, ...],
+    quantization: Fp8 = "fp8",
     activation: str,
     fused: bool = False,
     norm: Norm = None,
     stored: Stored = (),
 ) -> Float[Array, "B T K"]:
-    """``(activation(norm(x) @ gate) * (norm(x) @ up)) @ down``, with a scale per row.
+    """``(activation(norm(x) @ gate) * (norm(x) @ up)) @ down``, not with one scale.
 
     That is `fp8_all_gather_matmul` and `fp8_matmul_reduce_scatter`, but activations and
-    gradients between them are rounded in the pass that computes them. The gradients of
-    both projections have one scale for each token.
+    gradients between them are rounded in the pass that computes them. With a scale per
+    row the gradients of both projections have one scale for each token.
 
     Args:
         x: Activations of this device.
         kernels: Gate, up ``[K, F]`` and down ``[F, K]``.
         axis_names: Mesh axes that split the tokens of x and the result.
+        quantization: A scale per row, or per block.
         activation: A name in `pallas_kernels.matmul.ACTIVATIONS`.
         fused: As of `fp8_all_gather_matmul`.
         norm: An RMS norm of x, or None.
         stored: As of `fp8_all_gather_matmul`.
     """
     scale, eps = norm or (None, 0.0)
-    fused = fused and len(axis_names) == 1
-    form = _Form("fp8", axis_names, fused, eps, activation, stored)
+    fused = _fuses(fused, axis_names, quantization)
+    form = _Form(quantization, axis_names, fused, eps, activation, stored)
     return _feed_forward(form, x, scale, tuple(kernels))
+
+
+def _fuses(fused: bool, axis_names: tuple[str, ...], quantization: Fp8) -> bool:
+    """Whether matmuls take kernels that communicate."""
+    return fused and len(axis_names) == 1 and quantization != "fp8_blockwise"

@@ -29,12 +29,12 @@ def rounded_weight(
         axes: Their logical axes.
         rules: Mesh axes of each logical axis.
         dtype: Type of the computation, to which they are rounded first.
-        quantization: A scale per row, or one per tensor.
+        quantization: A scale per row, per block, or one per tensor.
 
     Returns:
         Both layouts; None where matmuls round weights in another way: split by tensor
-        parallelism, stored in parts of rows and of columns, or, with a scale per
-        tensor, stored in parts at all.
+        parallelism, stored in parts of rows and of columns, or, without a scale per
+        row, stored in parts at all.
 
     Example:
         >>> import jax.numpy as jnp
@@ -62,7 +62,8 @@ def rounded_weight(
         or any(size % count for size in w.shape[1:])
     ):
         return None
-    scale: Any = (None,) if quantization == "fp8_tensorwise" else (None, None)
+    dims = {"fp8_tensorwise": 1, "fp8": 2, "fp8_blockwise": 3}
+    scale: Any = (None,) * dims[quantization or "fp8"]
     along: Any = (None, axes[1] if rows else axes[2] if columns else None, None)
     part = Scaled(along, scale)
 

@@ -112,7 +112,8 @@ def column_parallel(
         quantization: Matmuls in fp8, see `jaxscale.sharding.fp8`: collectives are then
             explicit in every form, and tokens are all-gathered in fp8. ``"fused"``
             takes kernels that were tuned and are not slower than XLA.
-        norm: An RMS norm of `x`, which is rounded as it is computed; for ``"fp8"``.
+        norm: An RMS norm of `x`, which is rounded as it is computed; not with one
+            scale.
 
     Returns:
         One result per kernel, with all tokens.
@@ -181,6 +182,7 @@ def feed_forward(
     activation: str,
     rules: AxisRules,
     tensor_parallel: TensorParallel = None,
+    quantization: Fp8 = "fp8",
     norm: Norm = None,
 ) -> Float[Array, "B T K"] | None:
     """A gated feed-forward network in fp8, see `jaxscale.sharding.fp8`.
@@ -193,6 +195,7 @@ def feed_forward(
         activation: That of the gate.
         rules: Mesh axes of each logical axis.
         tensor_parallel: Form of the collectives, as for `column_parallel`.
+        quantization: A scale per row, or per block.
         norm: An RMS norm of `x`.
 
     Returns:
@@ -205,7 +208,7 @@ def feed_forward(
         kernel_axes[:2],
         rules,
         tensor_parallel,
-        "fp8",
+        quantization,
         rows=False,
     )
     assert region is not None  # there always is one in fp8
@@ -221,6 +224,7 @@ def feed_forward(
             x,
             kernels,
             axis_names=region.tokens,
+            quantization=quantization,
             activation=activation,
             fused=tensor_parallel == "fused",
             stored=region.stored,

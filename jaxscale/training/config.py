@@ -99,11 +99,11 @@ class TrainConfig:
     """Data type of activations and matmuls (mixed precision with `param_dtype`)."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the parameters. In bfloat16 small updates are rounded away."""
-    quantization: Literal["fp8", "fp8_tensorwise"] | None = None
+    quantization: Literal["fp8", "fp8_blockwise", "fp8_tensorwise"] | None = None
     """Compute the matmuls of the blocks' linear layers in fp8 (E4M3, gradients in
-    E5M2), with a scale per row (fp8) or per tensor (fp8_tensorwise); None computes them
-    in `dtype`. A run may change it when it resumes: parameters and updates keep their
-    types."""
+    E5M2), with a scale per row (fp8), per block of 128 numbers (fp8_blockwise) or per
+    tensor (fp8_tensorwise); None computes them in `dtype`. A run may change it when it
+    resumes: parameters and updates keep their types."""
     loss_chunk: int = 1024
     """Token positions per row whose logits are computed at a time, in the loss of
     `fit`."""

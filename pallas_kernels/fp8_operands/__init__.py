@@ -7,13 +7,16 @@ from pallas_kernels.fp8_operands.api import (
     quantize_gated_gradients,
     quantize_rms_norm,
     quantize_rows,
+    quantize_squares,
     transpose,
+    transpose_blocks,
     transpose_rows,
 )
-from pallas_kernels.fp8_operands.scales import inverse_scale, power_of_two_scale
+from pallas_kernels.fp8_operands.scales import BLOCK, inverse_scale, power_of_two_scale
 
 
 __all__ = [
+    "BLOCK",
     "QuantizedRows",
     "inverse_scale",
     "power_of_two_scale",
@@ -22,6 +25,8 @@ __all__ = [
     "quantize_gated_gradients",
     "quantize_rms_norm",
     "quantize_rows",
+    "quantize_squares",
     "transpose",
+    "transpose_blocks",
     "transpose_rows",
 ]

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import as_hashable, check_floating, dispatch
 from pallas_kernels.fp8_operands import mosaic_gpu, xla
-from pallas_kernels.fp8_operands.scales import inverse_scale
+from pallas_kernels.fp8_operands.scales import BLOCK, inverse_scale
 from pallas_kernels.matmul.activations import check_activation
 from pallas_kernels.mosaic import (
     DeviceSpec,
@@ -34,10 +34,11 @@ class QuantizedRows(NamedTuple):
     data: Array
     """[M,K], float8_e4m3fn or float8_e5m2."""
     scale: Array
-    """[M], fp32 powers of two."""
-    largest: Array
+    """[M], fp32 powers of two; by blocks [M,K/128], rounded up: one for each 128
+    numbers of a row."""
+    largest: Array | None
     """[K], fp32: the largest magnitude of each column before it was rounded, from which
-    `power_of_two_scale` makes the scales of the transposed matrix."""
+    `power_of_two_scale` makes the scales of the transposed matrix. By blocks None."""
 
 
 def quantize_rows(
@@ -45,6 +46,7 @@ def quantize_rows(
     dtype: DTypeLike,
     *,
     through: DTypeLike | None = None,
+    blocks: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> QuantizedRows:
     """Quantizes each row to fp8 by a scale of its own, and finds the column maxima.
@@ -58,13 +60,14 @@ def quantize_rows(
         dtype: float8_e4m3fn or float8_e5m2.
         through: type to which x is rounded first: that of the computation, for weights
             in fp32. None is the type of x.
-        implementation: "mosaic_gpu" (Hopper; K a multiple of 128 from 256 to 16,384;
-            bfloat16 or float16, or fp32 through one of these), "xla", a sequence of
-            these, or None for the best.
+        blocks: scale each 128 numbers of a row by themselves (1 x 128).
+        implementation: "mosaic_gpu" (Hopper; K a multiple of 128 from 256 to 16,384,
+            with `blocks` of 512; bfloat16 or float16, or fp32 through one of these),
+            "xla", a sequence of these, or None for the best.
 
     Returns:
         The quantized values, the scale of each row, and the largest magnitude of each
-        column.
+        column; with `blocks` the scales of blocks and None.
 
     Raises:
         ValueError: x is no matrix or has no floating type, or `dtype` is none of the
@@ -86,7 +89,7 @@ def quantize_rows(
     check_floating(x=x.dtype)
     check_fp8(dtype=dtype)
     through = x.dtype if through is None else through
-    call = _Call.of(implementation, dtype, through)
+    call = _Call.of(implementation, dtype, through, blocks=blocks)
     return QuantizedRows(*_quantize_rows((x,), call))
 
 
@@ -96,6 +99,7 @@ def quantize_rms_norm(
     dtype: DTypeLike,
     *,
     eps: float,
+    blocks: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> QuantizedRows:
     """`quantize_rows` of ``x / sqrt(mean(x^2) + eps) * weight``.
@@ -108,6 +112,7 @@ def quantize_rms_norm(
         weight: [K], the scale of the norm, fp32.
         dtype: float8_e4m3fn or float8_e5m2.
         eps: added to the mean square.
+        blocks: as of `quantize_rows`.
         implementation: as of `quantize_rows`; the kernel takes K up to 8,192.
 
     Raises:
@@ -131,7 +136,7 @@ def quantize_rms_norm(
             f"weight has type {weight.dtype} and shape {weight.shape}, expected float32"
             f" and {x.shape[1:]}, a factor for each column of x"
         )
-    call = _Call.of(implementation, dtype, eps=eps)
+    call = _Call.of(implementation, dtype, eps=eps, blocks=blocks)
     return QuantizedRows(*_quantize_rms_norm((x, weight), call))
 
 
@@ -141,6 +146,7 @@ def quantize_gated(
     dtype: DTypeLike,
     *,
     activation: str,
+    blocks: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> QuantizedRows:
     """`quantize_rows` of ``activation(gate) * up``, rounded to the type of both first.
@@ -152,6 +158,7 @@ def quantize_gated(
         up: [M,K], of the same type.
         dtype: float8_e4m3fn or float8_e5m2.
         activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
+        blocks: as of `quantize_rows`.
         implementation: as of `quantize_rows`.
 
     Raises:
@@ -169,7 +176,8 @@ def quantize_gated(
     _check_alike(gate, up)
     check_fp8(dtype=dtype)
     check_activation(activation)
-    call = _Call.of(implementation, dtype, activation=activation)
+    more = {"activation": activation, "blocks": blocks}
+    call = _Call.of(implementation, dtype, **more)
     return QuantizedRows(*_quantize_gated((gate, up), call))
 
 
@@ -180,12 +188,14 @@ def quantize_gated_gradients(
     dtype: DTypeLike,
     *,
     activation: str,
+    blocks: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[QuantizedRows, QuantizedRows]:
     """The gradients of ``activation(gate) * up`` in 8 bits, by rows.
 
-    Both have the same scale for a row, so a matmul may add up both. They are rounded to
-    the type of `gate` first. On Hopper GPUs a kernel reads each array once.
+    Both have the same scale for a row, so a matmul may add up both; not with `blocks`.
+    They are rounded to the type of `gate` first. On Hopper GPUs a kernel reads each
+    array once.
 
     Args:
         gate: [M,K].
@@ -193,6 +203,7 @@ def quantize_gated_gradients(
         g: [M,K], of the same type: the gradient of the product.
         dtype: float8_e4m3fn or float8_e5m2.
         activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
+        blocks: as of `quantize_rows`.
         implementation: as of `quantize_rows`; the kernel takes ``"silu"``.
 
     Returns:
@@ -215,8 +226,11 @@ def quantize_gated_gradients(
     _check_alike(gate, up, g)
     check_fp8(dtype=dtype)
     check_activation(activation)
-    call = _Call.of(implementation, dtype, activation=activation)
+    more = {"activation": activation, "blocks": blocks}
+    call = _Call.of(implementation, dtype, **more)
     first, second, scale, *largest = _quantize_gated_gradients((gate, up, g), call)
+    if blocks:
+        return QuantizedRows(first, scale, None), QuantizedRows(second, *largest, None)
     return (
         QuantizedRows(first, scale, largest[0]),
         QuantizedRows(second, scale, largest[1]),
@@ -271,6 +285,94 @@ def transpose_rows(
             f" of data of shape {data.shape}"
         )
     return _transpose_rows((data, scale, largest), _Call.of(implementation))
+
+
+def transpose_blocks(
+    data: Float[Array, "M K"],
+    scale: Float[Array, "M _"],
+    *,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "K M"], Float[Array, "K _"]]:
+    """`transpose_rows` of what `quantize_rows` made by blocks.
+
+    The scales of its blocks are those that the rounded values need.
+
+    Args:
+        data: [M,K] float8_e4m3fn or float8_e5m2.
+        scale: [M,K/128] fp32 powers of two, rounded up.
+        implementation: as of `transpose_rows`.
+
+    Returns:
+        [K,M] of the type of `data`, and fp32 [K,M/128], its scales.
+
+    Raises:
+        ValueError: types or shapes disagree.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+        NotImplementedError: the call is differentiated.
+
+    Example:
+        >>> q = quantize_rows(jnp.array([[3.0, -896.0]]), "float8_e4m3fn", blocks=True)
+        >>> print(*transpose_blocks(q.data, q.scale))
+        [[384]
+         [-448]] [[0.0078125]
+         [2.       ]]
+    """
+    _check_matrix(data)
+    check_fp8(data=data.dtype)
+    expected = data.shape[0], -(-data.shape[1] // BLOCK)
+    if scale.shape != expected or scale.dtype != jnp.float32:
+        raise ValueError(
+            f"scale has type {scale.dtype} and shape {scale.shape}, expected float32 "
+            f"and {expected}, one for {BLOCK} numbers of a row of data"
+        )
+    return _transpose_blocks((data, scale), _Call.of(implementation))
+
+
+def quantize_squares(
+    x: Float[Array, "M K"],
+    dtype: DTypeLike,
+    *,
+    through: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "M K"], Float[Array, "K M"], Float[Array, "_M _K"]]:
+    """Quantizes a matrix to fp8 by a scale for 128 rows and columns, in both layouts.
+
+    ``data[m, k] = transposed[k, m] = x[m, k] / scale[m // 128, k // 128]``
+
+    The transpose has the transposed scales. On Hopper GPUs a kernel reads x once. Not
+    differentiable.
+
+    Args:
+        x: [M,K] of any floating type.
+        dtype: float8_e4m3fn or float8_e5m2.
+        through: type to which x is rounded first; None is that of x.
+        implementation: as of `transpose_rows`.
+
+    Returns:
+        The matrix and its transpose, of `dtype`, and fp32 [M/128,K/128], rounded up.
+
+    Raises:
+        ValueError: x is no matrix or has no floating type, or `dtype` is none of the
+            two.
+        Unsupported: the implementation named cannot serve the arguments here.
+        ExceptionGroup: none of several implementations can.
+        NotImplementedError: the call is differentiated.
+
+    Example:
+        >>> x = jnp.array([[3.0, -896.0]])
+        >>> print(*quantize_squares(x, "float8_e4m3fn"))
+        [[1.5 -448]] [[1.5]
+         [-448]] [[2.]]
+
+    References:
+        DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.1.
+    """
+    _check_matrix(x)
+    check_floating(x=x.dtype)
+    check_fp8(dtype=dtype)
+    through = x.dtype if through is None else through
+    return _quantize_squares((x,), _Call.of(implementation, dtype, through))
 
 
 def transpose(
@@ -375,6 +477,7 @@ class _Call:
     device: DeviceSpec | None
     eps: float = 0.0
     activation: str = ""
+    blocks: bool = False
 
     @classmethod
     def of(
@@ -426,39 +529,73 @@ def _op(name: str, kernel: Callable[..., Any], portable: Callable[..., Any]) -> 
 _quantize_rows = _op(
     "quantize_rows",
     lambda arrays, call: mosaic_gpu.quantize_rows(
-        arrays[0], call.dtype, through=call.through, device=call.device
+        arrays[0],
+        call.dtype,
+        through=call.through,
+        device=call.device,
+        blocks=call.blocks,
     ),
-    lambda arrays, call: xla.quantize_rows(arrays[0], call.dtype, through=call.through),
+    lambda arrays, call: xla.quantize_rows(
+        arrays[0], call.dtype, through=call.through, blocks=call.blocks
+    ),
 )
 _quantize_rms_norm = _op(
     "quantize_rms_norm",
     lambda arrays, call: mosaic_gpu.quantize_rms_norm(
-        *arrays, dtype=call.dtype, eps=call.eps, device=call.device
+        *arrays,
+        dtype=call.dtype,
+        eps=call.eps,
+        device=call.device,
+        blocks=call.blocks,
     ),
-    lambda arrays, call: xla.quantize_rms_norm(*arrays, dtype=call.dtype, eps=call.eps),
+    lambda arrays, call: xla.quantize_rms_norm(
+        *arrays, dtype=call.dtype, eps=call.eps, blocks=call.blocks
+    ),
 )
 _quantize_gated = _op(
     "quantize_gated",
     lambda arrays, call: mosaic_gpu.quantize_gated(
-        *arrays, dtype=call.dtype, activation=call.activation, device=call.device
+        *arrays,
+        dtype=call.dtype,
+        activation=call.activation,
+        device=call.device,
+        blocks=call.blocks,
     ),
     lambda arrays, call: xla.quantize_gated(
-        *arrays, dtype=call.dtype, activation=call.activation
+        *arrays, dtype=call.dtype, activation=call.activation, blocks=call.blocks
     ),
 )
 _quantize_gated_gradients = _op(
     "quantize_gated_gradients",
     lambda arrays, call: mosaic_gpu.quantize_gated_gradients(
-        *arrays, dtype=call.dtype, activation=call.activation, device=call.device
+        *arrays,
+        dtype=call.dtype,
+        activation=call.activation,
+        device=call.device,
+        blocks=call.blocks,
     ),
     lambda arrays, call: xla.quantize_gated_gradients(
-        *arrays, dtype=call.dtype, activation=call.activation
+        *arrays, dtype=call.dtype, activation=call.activation, blocks=call.blocks
     ),
 )
 _transpose_rows = _op(
     "transpose_rows",
     lambda arrays, _: mosaic_gpu.transpose_rows(*arrays),
     lambda arrays, _: xla.transpose_rows(*arrays),
+)
+_transpose_blocks = _op(
+    "transpose_blocks",
+    lambda arrays, _: mosaic_gpu.transpose_blocks(*arrays),
+    lambda arrays, _: xla.transpose_blocks(*arrays),
+)
+_quantize_squares = _op(
+    "quantize_squares",
+    lambda arrays, call: mosaic_gpu.quantize_squares(
+        arrays[0], call.dtype, through=call.through
+    ),
+    lambda arrays, call: xla.quantize_squares(
+        arrays[0], call.dtype, through=call.through
+    ),
 )
 _transpose = _op(
     "transpose",

@@ -28,7 +28,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.fp8_operands.scales import inverse_bits, scale_bits
+from pallas_kernels.fp8_operands.scales import BLOCK, inverse_bits, scale_bits
 from pallas_kernels.matmul.activations import KERNEL_ACTIVATIONS
 from pallas_kernels.mosaic import DeviceSpec, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref
@@ -51,7 +51,7 @@ _WIDEST_OF_THREE = 4096
 wider rows two."""
 
 _AT_A_TIME = 2048
-"""Numbers of a row that `quantize_gated_gradients` computes at a time, 16 a lane."""
+"""Numbers of a row that are computed at a time where not all must be, 16 a lane."""
 
 _WIDE = ("bfloat16", "float16", "float32")
 
@@ -60,8 +60,13 @@ _WIDE = ("bfloat16", "float16", "float32")
 
 
 def quantize_rows(
-    x: jax.Array, dtype: DTypeLike, *, through: jnp.dtype, device: DeviceSpec
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x: jax.Array,
+    dtype: DTypeLike,
+    *,
+    through: jnp.dtype,
+    device: DeviceSpec,
+    blocks: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Rounds rows by their own scales on a Hopper GPU.
 
     Args:
@@ -69,20 +74,28 @@ def quantize_rows(
         dtype: float8_e4m3fn or float8_e5m2.
         through: bfloat16 or float16, to which x is rounded first.
         device: the GPU that the kernel is built for.
+        blocks: a scale for each `BLOCK` numbers of a row.
 
     Returns:
-        [M,K] of `dtype`; scales [M]; the largest magnitude of each column [K].
+        [M,K] of `dtype`; scales [M]; the largest magnitude of each column [K]. With
+        `blocks`, scales [M,K/128] and None.
 
     Raises:
         Unsupported: types or shape do not fit.
     """
     _check_rows(x, through)
-    return _round_rows("quantize_rows", lambda x: x, [x], dtype, through, device)
+    return _round("quantize_rows", lambda x: x, [x], dtype, through, device, blocks)
 
 
 def quantize_rms_norm(
-    x: jax.Array, weight: jax.Array, *, dtype: DTypeLike, eps: float, device: DeviceSpec
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    dtype: DTypeLike,
+    eps: float,
+    device: DeviceSpec,
+    blocks: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """`quantize_rows` of normalized rows.
 
     Args:
@@ -91,6 +104,7 @@ def quantize_rms_norm(
         dtype: float8_e4m3fn or float8_e5m2.
         eps: added to the mean square.
         device: the GPU that the kernel is built for.
+        blocks: as of `quantize_rows`.
 
     Raises:
         Unsupported: types or shape do not fit.
@@ -104,11 +118,11 @@ def quantize_rms_norm(
 
     def normalized(x: jax.Array, weight: jax.Array) -> jax.Array:
         x = x.astype(jnp.float32)
-        mean = jnp.sum(jnp.sum(x * x, 0)) / x.size
+        mean = jnp.sum(jnp.sum(x * x, int(blocks))) / x.size
         return x * lax.broadcast(lax.rsqrt(mean + eps), x.shape) * weight
 
-    return _round_rows(
-        "quantize_rms_norm", normalized, [x], dtype, x.dtype, device, [weight]
+    return _round(
+        "quantize_rms_norm", normalized, [x], dtype, x.dtype, device, blocks, [weight]
     )
 
 
@@ -119,7 +133,8 @@ def quantize_gated(
     dtype: DTypeLike,
     activation: str,
     device: DeviceSpec,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    blocks: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """`quantize_rows` of ``activation(gate) * up``.
 
     Args:
@@ -128,6 +143,7 @@ def quantize_gated(
         dtype: float8_e4m3fn or float8_e5m2.
         activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
         device: the GPU that the kernel is built for.
+        blocks: as of `quantize_rows`.
 
     Raises:
         Unsupported: types or shape do not fit.
@@ -138,7 +154,8 @@ def quantize_gated(
     def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
         return activate(gate.astype(jnp.float32)) * up.astype(jnp.float32)
 
-    return _round_rows("quantize_gated", gated, [gate, up], dtype, gate.dtype, device)
+    operands, through = [gate, up], gate.dtype
+    return _round("quantize_gated", gated, operands, dtype, through, device, blocks)
 
 
 def quantize_gated_gradients(
@@ -149,6 +166,7 @@ def quantize_gated_gradients(
     dtype: DTypeLike,
     activation: str,
     device: DeviceSpec,
+    blocks: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Gradients of ``activation(gate) * up``, with one scale for a row of both.
 
@@ -163,9 +181,11 @@ def quantize_gated_gradients(
         dtype: float8_e4m3fn or float8_e5m2.
         activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
         device: the GPU that the kernel is built for.
+        blocks: scales of blocks of each.
 
     Returns:
         [M,K] of `dtype` twice; scales [M]; the largest magnitudes of columns [K] twice.
+        With `blocks`, scales [M,K/128] twice instead.
 
     Raises:
         Unsupported: types or shape do not fit.
@@ -177,6 +197,18 @@ def quantize_gated_gradients(
             " 'silu'; use implementation='xla'"
         )
     (m, k), through = gate.shape, gate.dtype
+
+    def gradients(z: jax.Array, u: jax.Array, d: jax.Array) -> list[jax.Array]:
+        z, u, d = (x.astype(jnp.float32) for x in (z, u, d))
+        sigmoid = jax.nn.sigmoid(z)
+        slope = sigmoid * (1 + z * (1 - sigmoid))
+        return [x.astype(through) for x in (d * u * slope, d * z * sigmoid)]
+
+    if blocks:
+        name, operands = "quantize_gated_gradients", [gate, up, g]
+        return _round_blocks(
+            name, gradients, operands, dtype, through, device, results=2
+        )
     width, layout = _row_layout(k, through)
     lines = k // width
     turns = pl.cdiv(m, 2 * device.num_sms)
@@ -201,10 +233,7 @@ def quantize_gated_gradients(
                     plgpu.load(ref.at[row, part], layout=layout, optimized=False)
                     for ref in in_refs
                 )
-                z, u, d = (x.astype(jnp.float32) for x in (z, u, d))
-                sigmoid = jax.nn.sigmoid(z)
-                slope = sigmoid * (1 + z * (1 - sigmoid))
-                found = [x.astype(through) for x in (d * u * slope, d * z * sigmoid)]
+                found = gradients(z, u, d)
                 for j, x in enumerate(found):
                     held[j, part] = x
                 sizes = [jnp.abs(x) for x in found]
@@ -254,6 +283,25 @@ def quantize_gated_gradients(
     return *data, _number(scale), _over_blocks(first), _over_blocks(second)
 
 
+def _round(
+    name: str,
+    value: Callable[..., jax.Array],
+    operands: Sequence[jax.Array],
+    dtype: DTypeLike,
+    through: jnp.dtype,
+    device: DeviceSpec,
+    blocks: bool,
+    vectors: Sequence[jax.Array] = (),
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """`_round_rows`, or `_round_blocks`."""
+    if not blocks:
+        return _round_rows(name, value, operands, dtype, through, device, vectors)
+    data, scale = _round_blocks(
+        name, lambda *rows: [value(*rows)], operands, dtype, through, device, vectors
+    )
+    return data, scale, None
+
+
 def _round_rows(
     name: str,
     value: Callable[..., jax.Array],
@@ -278,6 +326,8 @@ def _round_rows(
     width, layout = _row_layout(k, operands[0].dtype)
     held = k * (2 * len(operands) - 1 + len(vectors))  # in registers
     rows = min(m, max(1, MOST_COLUMNS // held))
+    while rows > 1 and pl.cdiv(m, rows // 2) <= device.num_sms:
+        rows //= 2  # few rows are shared by all multiprocessors
     few = k * len(operands) <= _WIDEST_OF_THREE
     at_a_time = (3 if few else 2) * device.num_sms
     turns = pl.cdiv(pl.cdiv(m, rows), at_a_time)
@@ -332,6 +382,120 @@ def _round_rows(
         *(x.reshape(shape) for x in vectors),
     )
     return data.reshape(m, k), _number(scale), _over_blocks(largest)
+
+
+_BLOCKS = {
+    8: plgpu.Layout.TILED(
+        plgpu.Tiling(((8, BLOCK), (2, BLOCK), (8,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    ),
+    4: plgpu.Layout.TILED(
+        plgpu.Tiling(((4, BLOCK), (4,))),
+        warp_dims=(-3,),
+        lane_dims=(-2,),
+        vector_dim=-1,
+    ),
+}
+"""Of blocks, by the numbers that a lane reads at a time."""
+
+
+def _round_blocks(
+    name: str,
+    value: Callable[..., Sequence[jax.Array]],
+    operands: Sequence[jax.Array],
+    dtype: DTypeLike,
+    through: jnp.dtype,
+    device: DeviceSpec,
+    vectors: Sequence[jax.Array] = (),
+    results: int = 1,
+) -> tuple[jax.Array, ...]:
+    """Rounds what a function makes of each row, `BLOCK` numbers by a scale of theirs.
+
+    Args:
+        name: of the kernel.
+        value: of a row of each operand, and of `vectors`, in registers.
+        operands: [M,K] each, of one type.
+        dtype: of the results.
+        through: to which the values are rounded first.
+        device: the GPU that the kernel is built for.
+        vectors: [K] each.
+        results: how many rows `value` makes.
+
+    Returns:
+        [M,K] of `dtype` for each result; [M,K/128], their scales.
+
+    Raises:
+        Unsupported: types or shape do not fit.
+    """
+    for x in operands:
+        _check_rows(x, through)
+    m, k = operands[0].shape
+    piece = math.gcd(16 // operands[0].dtype.itemsize, k // _LANES)
+    if piece < 4:
+        raise Unsupported(
+            f"{name}: rows of {k}, the kernel takes multiples of {4 * BLOCK}, in blocks"
+            f" of {BLOCK}; use implementation='xla'"
+        )
+    # A warp has `piece / 4` blocks of each line, of which a lane has `piece` numbers.
+    layout = _BLOCKS[piece]
+    lines = k // (piece * BLOCK)
+    if not vectors:  # nothing needs a whole row
+        most = max(1, _AT_A_TIME // (piece * BLOCK))
+        lines = max(n for n in range(1, most + 1) if lines % n == 0)
+    shape = (lines * piece, BLOCK)
+    m = m * k // math.prod(shape)
+    held = math.prod(shape) * (len(operands) + len(vectors) + results)  # in registers
+    rows = min(m, max(1, MOST_COLUMNS // held))
+    turns = pl.cdiv(pl.cdiv(m, rows), 3 * device.num_sms)
+    blocks = pl.cdiv(pl.cdiv(m, rows), turns)
+
+    def body(*refs: Ref) -> None:
+        in_refs, out_refs = refs[: -2 * results], refs[-2 * results :]
+        row_refs, vector_refs = in_refs[: len(operands)], in_refs[len(operands) :]
+        block = lax.axis_index("block")
+
+        def read(ref: Ref) -> jax.Array:
+            return plgpu.load(ref, layout=layout, optimized=False)
+
+        def turn(i: Any, _: None) -> None:
+            # The last rows are a whole group too; what two blocks write is the same.
+            start = jnp.minimum((i * blocks + block) * rows, m - rows)
+            loaded = [
+                [read(ref.at[start + row]) for ref in row_refs] for row in range(rows)
+            ]
+            given = [read(ref) for ref in vector_refs]
+            for j, each in enumerate(loaded):
+                for number, x in enumerate(value(*each, *given)):
+                    x = x.astype(through)
+                    most = jnp.max(jnp.abs(x), 1)  # of each block
+                    scale = scale_bits(_bits(most.astype(jnp.float32)), dtype)
+                    inverse = _number(inverse_bits(scale))
+                    inverse = lax.broadcast_in_dim(inverse, shape, (0,))
+                    wide = x.astype(jnp.float32) * plgpu.layout_cast(inverse, layout)
+                    out_refs[number][start + j] = wide.astype(dtype)
+                    out_refs[results + number][start + j] = scale
+
+        lax.fori_loop(0, turns, turn, None)
+
+    found = plgpu.kernel(
+        body,
+        out_type=(
+            *[jax.ShapeDtypeStruct((m, *shape), dtype)] * results,
+            *[jax.ShapeDtypeStruct((m, shape[0]), jnp.int32)] * results,
+        ),
+        grid=(blocks,),
+        grid_names=("block",),
+        kernel_name=name,
+        # No array is both read and written.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(
+        *(x.reshape(m, *shape) for x in operands),
+        *(x.reshape(shape) for x in vectors),
+    )
+    data = (x.reshape(-1, k) for x in found[:results])
+    return *data, *(_number(x).reshape(-1, k // BLOCK) for x in found[results:])
 
 
 def _over_blocks(largest: jax.Array) -> jax.Array:
@@ -433,6 +597,103 @@ def transpose_rows(
         [jax.ShapeDtypeStruct(data.shape[1:], jnp.int32)],
     )
     return turned, _number(bits)
+
+
+def transpose_blocks(data: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rounds ``data * scale`` again, by scales of blocks of columns, and transposes it.
+
+    Args:
+        data: [M,K], both multiples of `TILE`; float8_e4m3fn or float8_e5m2.
+        scale: [M,K/128], fp32.
+
+    Returns:
+        [K,M] of the type of `data`; scales [K,M/128].
+
+    Raises:
+        Unsupported: types or shape do not fit.
+    """
+    dtype = data.dtype
+    _check_tiles(data, dtype)
+
+    def body(x_ref: Ref, scale_ref: Ref, *outs: Ref, **scratch: Ref) -> None:
+        out_ref, column_scale_ref = outs
+        row, column = _start_tile(x_ref, scratch)
+        of_rows = scale_ref.at[lax.axis_index("k")]
+        rows = _each(of_rows, row, TILE, axis=1)
+        plgpu.barrier_wait(scratch["full"])
+        for start in range(0, TILE, _PART):
+            wide = _part(scratch["x"], start).astype(jnp.float32) * _repeated(rows, 1)
+            columns = scale_bits(_bits(jnp.max(jnp.abs(wide), 0)), dtype)
+            wide *= _repeated(_number(inverse_bits(columns)), 0)
+            scratch["out"][pl.ds(start, _PART)] = _transpose(wide.astype(dtype))
+            there = pl.ds(column + start, _PART)
+            column_scale_ref[lax.axis_index("m"), there] = columns
+        plgpu.commit_smem()
+        _store_tile(scratch["out"], out_ref, column, row)
+        plgpu.wait_smem_to_gmem(0)
+
+    m, k = data.shape
+    turned, bits = _over_tiles(
+        body,
+        (data, scale.T),
+        dtype,
+        [jax.ShapeDtypeStruct((m // TILE, k), jnp.int32)],
+    )
+    return turned, _number(bits).T
+
+
+def quantize_squares(
+    x: jax.Array, dtype: DTypeLike, *, through: jnp.dtype
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rounds tiles by their own scales, and writes them in both layouts.
+
+    Args:
+        x: [M,K], both multiples of `TILE`; bfloat16, float16 or float32.
+        dtype: float8_e4m3fn or float8_e5m2.
+        through: type to which x is rounded first.
+
+    Returns:
+        [M,K] and [K,M] of `dtype`; scales [M/128,K/128].
+
+    Raises:
+        Unsupported: types or shape do not fit.
+    """
+    _check_tiles(x, *map(jnp.dtype, _WIDE))
+
+    def body(x_ref: Ref, *outs: Ref, **scratch: Ref) -> None:
+        turned_ref, rows_ref, scale_ref = outs
+        row, column = _start_tile(x_ref, scratch)
+        plgpu.barrier_wait(scratch["full"])
+
+        def part(start: int) -> jax.Array:
+            return _part(scratch["x"], start).astype(through)
+
+        parts = range(0, TILE, _PART)
+        sizes = (jnp.abs(part(start)).astype(jnp.float32) for start in parts)
+        most = _bits(jnp.max(functools.reduce(jnp.maximum, sizes), 0))
+        scale = scale_bits(jnp.max(most), dtype)
+        scale_ref[lax.axis_index("m"), lax.axis_index("k")] = scale
+        inverse = _number(lax.broadcast(inverse_bits(scale), (TILE, _PART)))
+        for start in parts:
+            data = (part(start).astype(jnp.float32) * inverse).astype(dtype)
+            scratch["rows"][:, pl.ds(start, _PART)] = data
+            scratch["out"][pl.ds(start, _PART)] = _transpose(data)
+        plgpu.commit_smem()
+        _store_tile(scratch["rows"], rows_ref, row, column)
+        _store_tile(scratch["out"], turned_ref, column, row)
+        plgpu.wait_smem_to_gmem(0)
+
+    turned, rows, bits = _over_tiles(
+        body,
+        (x,),
+        dtype,
+        [
+            jax.ShapeDtypeStruct(x.shape, dtype),
+            jax.ShapeDtypeStruct(tuple(n // TILE for n in x.shape), jnp.int32),
+        ],
+        rows=plgpu.SMEM((TILE, TILE), dtype),
+    )
+    return rows, turned, _number(bits)
 
 
 def transpose(data: jax.Array, order: Sequence[int] = range(16)) -> jax.Array:

@@ -6,6 +6,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
+BLOCK = 128
+"""Numbers of a row, or rows and columns of a weight, that share a scale."""
+
 _MANTISSA = 23
 """Bits of the mantissa of fp32."""
 

@@ -92,18 +92,23 @@ def register_places(
 
 _WORD = 32
 """Columns of a lane in a row for which a word has a bit."""
-_BITS = False
-"""Whether `keep_band` selects by such words. Of a step of 64 queries and 128 keys under
-a window they save 150 of 719 instructions, and 67 of 470 at a diagonal; not timed."""
 
 
 def _keep_band(values: mgpu.FragmentedArray, *limits: ir.Value | None) -> Any:
-    """Emits the comparisons of one lane."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    """Emits the selections of one lane, by words that have a bit for each column.
+
+    A lane has two columns of every eight. An instruction makes predicates of seven
+    bits, where comparisons take one or two for each column: of a step of 64 queries and
+    128 keys under a window words save 150 of 719 instructions.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    c = functools.partial(mgpu.utils.c, ty=i32)
     row_least, row_most, least, most, near, far = limits
     is_less = functools.partial(arith.cmpi, arith.CmpIPredicate.sle)
     lane_row, lane_column = _first_element(values)
-    places = _register_places(values)
+    lanes: dict[int, dict[int, tuple[int, ...]]] = {}
+    for at, (row, column) in _register_places(values).items():
+        lanes.setdefault(row, {})[column] = at
 
     def both(
         combine: Callable[[ir.Value, ir.Value], ir.Value],
@@ -115,9 +120,9 @@ def _keep_band(values: mgpu.FragmentedArray, *limits: ir.Value | None) -> Any:
             return second if first is None else first
         return combine(first, second)
 
-    def conditions(row_offset: int) -> tuple[ir.Value | None, ...]:
-        """Return whether the row stays, and its columns' least and largest offset."""
-        row = arith.addi(lane_row, arith.constant(i32, row_offset))
+    def columns_of(row_offset: int) -> tuple[ir.Value | None, ...]:
+        """Return the least and largest offset of the columns that stay in a row."""
+        row = arith.addi(lane_row, c(row_offset))
         stays = both(
             arith.andi,
             None if row_least is None else is_less(row_least, row),
@@ -130,50 +135,12 @@ def _keep_band(values: mgpu.FragmentedArray, *limits: ir.Value | None) -> Any:
                 (arith.minsi, most, far),
             )
         )
-        if stays is not None and high is not None:
-            high, stays = arith.select(stays, high, arith.constant(i32, -_FAR)), None
-        low, high = (
+        if stays is not None:
+            high = c(_FAR) if high is None else high
+            high = arith.select(stays, high, c(-_FAR))
+        return tuple(
             None if x is None else arith.subi(x, lane_column) for x in (low, high)
         )
-        return stays, low, high
-
-    by_row = {row: conditions(row) for row in {row for row, _ in places.values()}}
-    if _BITS and all(stays is None for stays, _, _ in by_row.values()):
-        of_rows = {row: (low, high) for row, (_, low, high) in by_row.items()}
-        return _keep_bits(values, places, of_rows)
-    hidden = arith.constant(f32, ir.FloatAttr.get(f32, -np.inf))
-    masked = np.empty_like(values.registers)
-    for at, (row, column) in places.items():
-        register, (stays, low, high) = values.registers[at], by_row[row]
-        for i in range(ir.VectorType(register.type).shape[0]):
-            here = arith.constant(i32, column + i)
-            seen = both(arith.andi, stays, None if low is None else is_less(low, here))
-            seen = both(arith.andi, seen, None if high is None else is_less(here, high))
-            if seen is not None:
-                where = {"dynamic_position": [], "static_position": [i]}
-                value = arith.select(seen, vector.extract(register, **where), hidden)
-                register = vector.insert(value, register, **where)
-        masked[at] = register
-    return mgpu.FragmentedArray(
-        _registers=masked, _layout=values.layout, _is_signed=values.is_signed
-    )
-
-
-def _keep_bits(
-    values: mgpu.FragmentedArray,
-    places: dict[tuple[int, ...], tuple[int, int]],
-    limits: dict[int, tuple[ir.Value | None, ir.Value | None]],
-) -> Any:
-    """Emits selections by words that have a bit for each column of a row.
-
-    A lane has two columns of every eight. An instruction makes predicates of seven
-    bits, where comparisons take one or two for each column.
-    """
-    i32 = ir.IntegerType.get_signless(32)
-    c = functools.partial(mgpu.utils.c, ty=i32)
-    lanes = {row: {} for row in limits}
-    for at, (row, column) in places.items():
-        lanes[row][column] = at
 
     def shifted(bound: ir.Value, first: int) -> ir.Value:
         """Ones for the columns from a bound on, of those from `first` on."""
@@ -184,21 +151,21 @@ def _keep_bits(
         count = arith.maxsi(count, c(0))
         return llvm.inline_asm(i32, [c(-1), count], "shl.b32 $0, $1, $2;", "=r,r,r")
 
-    masked = np.empty_like(values.registers)
-    for row, (low, high) in limits.items():
-        columns = sorted(lanes[row])
+    masked = values.registers.copy()
+    for row, registers in lanes.items():
+        low, high = columns_of(row)
+        if low is None and high is None:
+            continue
+        columns = sorted(registers)
         for start in range(0, len(columns), _WORD // 2):
             part = columns[start : start + _WORD // 2]
-            word = None
-            if low is not None:
-                word = shifted(low, part[0])
+            word = None if low is None else shifted(low, part[0])
             if high is not None:
                 past = arith.xori(shifted(arith.addi(high, c(1)), part[0]), c(-1))
                 word = past if word is None else arith.andi(word, past)
             for j, column in enumerate(part):
-                at = lanes[row][column]
-                register = values.registers[at]
-                for i in range(2) if word is not None else ():
+                register = masked[registers[column]]
+                for i in range(2):
                     where = {"dynamic_position": [], "static_position": [i]}
                     value = llvm.inline_asm(
                         ir.F32Type.get(),
@@ -209,69 +176,10 @@ def _keep_bits(
                         "=f,f,r",
                     )
                     register = vector.insert(value, register, **where)
-                masked[at] = register
+                masked[registers[column]] = register
     return mgpu.FragmentedArray(
         _registers=masked, _layout=values.layout, _is_signed=values.is_signed
     )
-
-
-def exp2_by_two_units(values: jax.Array, every: int) -> jax.Array:
-    """Powers of two, some by a polynomial and most by the special function unit.
-
-    That unit gives 4 numbers a cycle to each quarter of a multiprocessor, and the
-    tensor cores wait for it where they multiply 8-bit numbers. The polynomial is off by
-    at most 0.2% of a power: for weights that are rounded to 8 bits.
-
-    Args:
-        values: fp32 [64, columns], in the layout of wgmma accumulators; no NaN, up to
-            126. What is less than -126 counts as that in the polynomial.
-        every: of so many pairs of numbers one is by the polynomial.
-    """
-    layout = plgpu.Layout.WGMMA
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout),
-    )
-    def raise_two(ctx: Any, values: mgpu.FragmentedArray) -> Any:
-        del ctx
-        f32, powers = ir.F32Type.get(), np.empty_like(values.registers)
-        for number, at in enumerate(np.ndindex(values.registers.shape)):
-            code = _POLYNOMIAL if number % every == 0 else "ex2.approx.ftz.f32 $0, $1;"
-            register = values.registers[at]
-            for i in range(2):
-                where = {"dynamic_position": [], "static_position": [i]}
-                number_in = vector.extract(register, **where)
-                power = llvm.inline_asm(f32, [number_in], code, "=f,f")
-                register = vector.insert(power, register, **where)
-            powers[at] = register
-        return mgpu.FragmentedArray(
-            _registers=powers, _layout=values.layout, _is_signed=None
-        )
-
-    run: Any = raise_two  # the decorator supplies the context
-    return run(values)
-
-
-POWER_OF_TWO = (0.23842692, 0.70344794, 1.0004432)
-"""Coefficients of 2 ** x from -0.5 to 0.5, that of the square first, off by 0.2%."""
-
-
-def _bits(number: float) -> str:
-    return f"0f{np.float32(number).view(np.uint32):08X}"
-
-
-_POLYNOMIAL = (
-    "{ .reg .f32 t, r, f, p; .reg .b32 e, o;"
-    f" max.f32 t, $1, {_bits(-126)};"
-    # The nearest integer, in the low bits.
-    f" add.rn.f32 r, t, {_bits(1.5 * 2**23)};"
-    f" sub.rn.f32 f, r, {_bits(1.5 * 2**23)}; sub.rn.f32 f, t, f;"
-    f" fma.rn.f32 p, f, {_bits(POWER_OF_TWO[0])}, {_bits(POWER_OF_TWO[1])};"
-    f" fma.rn.f32 p, p, f, {_bits(POWER_OF_TWO[2])};"
-    " mov.b32 e, r; shl.b32 e, e, 23; mov.b32 o, p; add.s32 o, o, e;"
-    " mov.b32 $0, o; }"
-)
 
 
 def distances(values: jax.Array, shift: Scalar) -> jax.Array:

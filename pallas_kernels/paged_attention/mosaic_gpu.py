@@ -23,7 +23,11 @@ from pallas_kernels.mosaic import (
 )
 from pallas_kernels.mosaic.counters import zeros_like_no_others
 from pallas_kernels.paged_attention import mosaic_gpu_kernel
-from pallas_kernels.paged_attention.config import BLOCK, PagedAttentionConfig
+from pallas_kernels.paged_attention.config import (
+    BLOCK,
+    PagedAttentionConfig,
+    default_split,
+)
 from pallas_kernels.paged_attention.inputs import Inputs, Scores, one_batch
 from pallas_kernels.paged_attention.operands import in_order_of_keys
 from pallas_kernels.paged_attention.problem import ROWS, WARPS, Problem
@@ -70,7 +74,8 @@ def make_problem(
     rows, queries, heads, head_dim = x.q.shape
     _, num_pages, _, kv_heads, page, _ = x.pages.shape
     group = heads // kv_heads
-    _check(x, group, config)
+    split = config.split or default_split(rows, kv_heads, page, device.num_sms)
+    _check(x, group, config.teams, split)
     problem = Problem(
         rows=rows,
         queries=queries,
@@ -82,7 +87,7 @@ def make_problem(
         num_pages=num_pages,
         dtype=x.q.dtype,
         page_dtype=x.pages.dtype,
-        split=config.split,
+        split=split,
         teams=config.teams or (1 if head_dim == HEAD_DIMS[-1] else 2),
         slots=0,
     )
@@ -103,7 +108,7 @@ def make_problem(
     return dataclasses.replace(problem, slots=slots)
 
 
-def _check(x: Inputs, group: int, config: PagedAttentionConfig) -> None:
+def _check(x: Inputs, group: int, teams: int | None, split: int) -> None:
     rows, queries, _, head_dim = x.q.shape
     layers, num_pages, _, kv_heads, page, _ = x.pages.shape
     dtype = x.pages.dtype
@@ -122,7 +127,7 @@ def _check(x: Inputs, group: int, config: PagedAttentionConfig) -> None:
         ),
         f"teams=3 with {dtype.name} pages, head dim {head_dim} and {queries * group} "
         "queries a key/value head, the kernel takes float8_e4m3fn, 128 and 8": (
-            config.teams != 3 or (narrow and head_dim == 128 and queries * group <= 8)
+            teams != 3 or (narrow and head_dim == 128 and queries * group <= 8)
         ),
         f"head dim {head_dim}, the kernel takes {HEAD_DIMS}": head_dim in HEAD_DIMS,
         f"pages of {page} tokens, the kernel takes {PAGES}": page in PAGES,
@@ -131,10 +136,9 @@ def _check(x: Inputs, group: int, config: PagedAttentionConfig) -> None:
             queries * group <= ROWS and queries <= MOST_QUERIES
         ),
         f"{rows} rows, the kernel takes {MOST_ROWS}": rows <= MOST_ROWS,
-        f"splits of {config.split} tokens and pages of {page}, one must be a multiple"
+        f"splits of {split} tokens and pages of {page}, one must be a multiple"
         " of the other and 85 pages the most": (
-            config.split // page <= 85
-            and 0 in (config.split % page, page % config.split)
+            split // page <= 85 and 0 in (split % page, page % split)
         ),
         f"{lines} lines of pages, the kernel counts to 2**31": lines < 2**31,
         f"a table of {rows} x {x.table.shape[1]} pages of {page}": (

@@ -30,6 +30,7 @@ from pallas_kernels.mosaic import (
 from pallas_kernels.partition import by_shards
 from pallas_kernels.scaled_matmul import mosaic_gpu, xla
 from pallas_kernels.scaled_matmul.config import (
+    DEPTH,
     ScaledMatmulConfig,
     ScaledProblem,
     heuristic,
@@ -67,8 +68,10 @@ def scaled_matmul(
     Args:
         a: ``[*B,M,K]`` float8_e4m3fn or float8_e5m2; leading axes are merged with M.
         b: [N,K] of either type; each row gives a column of the result.
-        a_scale: fp32 scales of a: ``[*B,M]``, or [] for one of all.
-        b_scale: fp32 scales of b: [N], or [] for one of all.
+        a_scale: fp32 scales of a: ``[*B,M]``, [] for one of all, or ``[*B,M,K/128]``,
+            rounded up, for each block of 128 numbers of a row.
+        b_scale: fp32 scales of b: [N], or [] for one of all. With scales of blocks of
+            a, [N,K/128], or [N/128,K/128] for blocks of 128 rows, too.
         out_dtype: type of y.
         implementation: "mosaic_gpu" (Hopper; K a multiple of 128, N of 64), "xla", a
             sequence of these, or None for the best.
@@ -94,24 +97,28 @@ def scaled_matmul(
          [-0.601562]]
 
     References:
-        DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3.2, which promotes
-        sums in the same intervals and has a scale per block of 128 values.
+        DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3: scales of 1 x 128
+        and of 128 x 128 numbers, and sums that are promoted in the same intervals.
     """
     check_operands(a, b, a_scale, b_scale)
     check_floating(out_dtype=out_dtype)
     tuned_configs.check_config("scaled_matmul", config, ScaledMatmulConfig)
+    square = b_scale.ndim == 2 and b_scale.shape[0] != b.shape[0]
+    if square:
+        b_scale = jnp.repeat(b_scale, DEPTH, axis=0)[: b.shape[0]]
     call = _Call(
         out_dtype=jnp.dtype(out_dtype),
         implementation=as_hashable(implementation),
         config=config,
         device=DeviceSpec.current(),
+        square=square,
     )
 
     def local(a: Array, b: Array, a_scale: Array, b_scale: Array) -> Array:
         rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])  # [M,K]
-        y: Any = _run(
-            rows, b, a_scale.reshape(-1) if a_scale.ndim else a_scale, b_scale, call
-        )
+        if a_scale.ndim:
+            a_scale = a_scale.reshape(len(rows), *a_scale.shape[a.ndim - 1 :])
+        y: Any = _run(rows, b, a_scale, b_scale, call)
         return y.reshape(*a.shape[:-1], y.shape[-1])  # [..,N]
 
     *rows, columns = string.ascii_lowercase[: a.ndim]
@@ -119,8 +126,10 @@ def scaled_matmul(
     dims = [
         leading + "K",
         columns + "K",
-        leading if a_scale.ndim else "",
-        columns if b_scale.ndim else "",
+        *(
+            (axes + "S")[: scale.ndim] if scale.ndim else ""
+            for axes, scale in ((leading, a_scale), (columns, b_scale))
+        ),
     ]
     arrays = [a, b, a_scale, b_scale]
     return by_shards(local, arrays, dims, leading + columns)(*arrays)
@@ -138,6 +147,20 @@ def check_operands(a: Array, b: Array, a_scale: Array, b_scale: Array) -> None:
             f"a and b have shapes {a.shape} and {b.shape}, expected [*B, M, K] and"
             " [N, K]: both end with the dimension that is summed"
         )
+    blocks = -(-a.shape[-1] // DEPTH)
+    if a_scale.ndim == a.ndim or b_scale.ndim == 2:
+        shapes = {
+            "a": {(*a.shape[:-1], blocks)},
+            "b": {(b.shape[0], blocks), (-(-b.shape[0] // DEPTH), blocks)},
+        }
+        for name, scale in (("a", a_scale), ("b", b_scale)):
+            if scale.dtype != jnp.float32 or scale.shape not in shapes[name]:
+                raise ValueError(
+                    f"{name}_scale has type {scale.dtype} and shape {scale.shape},"
+                    f" expected float32 and one of {sorted(shapes[name])}: blocks of"
+                    f" {DEPTH}, as the other operand has"
+                )
+        return
     for name, scale, x in (("a", a_scale, a), ("b", b_scale, b)):
         if scale.dtype != jnp.float32 or scale.shape not in ((), x.shape[:-1]):
             raise ValueError(
@@ -152,6 +175,8 @@ class _Call:
     implementation: str | tuple[str, ...] | None
     config: ScaledMatmulConfig | None
     device: DeviceSpec | None
+    square: bool = False
+    """Scales of b are the same for each 128 rows."""
 
 
 _NO_DERIVATIVE = (
@@ -172,7 +197,8 @@ def _run(a: Array, b: Array, a_scale: Array, b_scale: Array, call: _Call) -> Arr
         call.implementation,
         *operands,
         call,
-        declines={"mosaic_gpu": declines},
+        # With scales of blocks XLA multiplies in fp32.
+        declines={} if a_scale.ndim == 2 else {"mosaic_gpu": declines},
     )
     return keep_mark(y, *operands)
 
@@ -196,5 +222,12 @@ def _mosaic_gpu(
         heuristic=heuristic,
     )
     return mosaic_gpu.scaled_matmul(
-        a, b, a_scale, b_scale, config=config, device=device, out_dtype=call.out_dtype
+        a,
+        b,
+        a_scale,
+        b_scale,
+        config=config,
+        device=device,
+        out_dtype=call.out_dtype,
+        square=call.square,
     )

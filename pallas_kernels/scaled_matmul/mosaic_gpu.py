@@ -103,7 +103,8 @@ def promote_tile(
     consumer: Scalar,
     slot: Scalar,
     *,
-    scale: Callable[[Sums], Sums],
+    scale: Callable[[Sums], Sums] = lambda sums: sums,
+    weigh: Callable[[Scalar], Callable[[slice, jax.Array], jax.Array]] | None = None,
     k_tiles: int | None = None,
     meanwhile: Callable[[], None] | None = None,
     then: tuple[Any, Callable[[Any, Any, Any], tuple[Any, Any]]] | None = None,
@@ -116,6 +117,8 @@ def promote_tile(
         consumer: int32, which of the consumers this warpgroup is.
         slot: int32, the next stage of the ring.
         scale: what makes sums of products of what the operands stand for.
+        weigh: a function of a stage's number, called before its matmuls. It gives a
+            function of columns and their sums in that stage: what is added.
         k_tiles: stages that the tile consumes; by default those of `tiles`.
         meanwhile: called once between two stages, some time after the last tile.
         then: int32, how many stages follow that are added after `scale`, and where the
@@ -138,11 +141,12 @@ def promote_tile(
         sums: Any = plgpu.WGMMAAccumulatorRef.init(start)
         return pl.run_state(scoped)(sums)
 
-    def step(operands: Any, _: Any, carry: Any) -> Any:
+    def step(operands: Any, k: Any, carry: Any) -> Any:
         slot, sums = carry
         plgpu.barrier_wait(scratch["full"].at[slot])
         x, w = operands(scratch, slot, consumer)
         found, start = [], nothing
+        scaled = (lambda _, sums: sums) if weigh is None else weigh(k)
         for number, (part, total) in enumerate(zip(parts, sums, strict=True), 1):
             more = product(x, w.at[:, part], start)
             if number == len(parts):
@@ -152,7 +156,7 @@ def promote_tile(
                 # Others ptxas may write beside them, and spill hundreds of bytes.
                 never = lax.broadcast(slot < 0, more.shape)
                 start = jnp.where(never, more, nothing)
-            found.append(total + more)
+            found.append(total + scaled(part, more))
         return next_slot(slot, stages), tuple(found)
 
     width = parts[0].stop
@@ -281,6 +285,81 @@ class Scales:
         return scale
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockScales:
+    """Scales of blocks of `DEPTH` numbers of a row, for the sums of a stage.
+
+    Those of rows are read while the tensor cores multiply. They and those of square
+    blocks take few registers; those of columns are read where they are multiplied.
+    """
+
+    tiles: Tiles
+    """The cut."""
+    square: bool
+    """Blocks of the right operand have `DEPTH` rows, and one scale."""
+
+    def operands(self, a_scale: jax.Array, b_scale: jax.Array) -> Sums:
+        """What the kernel takes: [K/128,M] and [K/128,N], in whole tiles.
+
+        Args:
+            a_scale: [m, K/128].
+            b_scale: [N, K/128].
+        """
+        config = self.tiles.config
+        sizes = (config.tile_m, config.tile_n)
+        found = []
+        for scale, count, size in zip(
+            (a_scale, b_scale), self.tiles.counts, sizes, strict=True
+        ):
+            missing = count * size - scale.shape[0]
+            found.append(jnp.pad(scale, ((0, missing), (0, 0))).T)
+        return tuple(found)
+
+    def weigh(
+        self, a_scale: Ref, b_scale: Ref, m: Scalar, n: Scalar, consumer: Scalar
+    ) -> Callable[[Scalar], Callable[[slice, jax.Array], jax.Array]]:
+        """Consumer: what multiplies sums of output tile (m, n), for `promote_tile`.
+
+        Args:
+            a_scale: [K/128,M], in global memory.
+            b_scale: [K/128,N], in global memory.
+            m: tile index along the rows.
+            n: tile index along the columns.
+            consumer: int32, which of the consumers this warpgroup is.
+        """
+        config = self.tiles.config
+        (block_m, block_n), split = config.block, config.split
+        row = m * config.tile_m + (consumer * block_m if split == "m" else 0)
+        first = n * config.tile_n + (consumer * block_n if split == "n" else 0)
+        parts = config.product_columns
+        square = self.square and DEPTH % parts[0].stop == 0
+
+        def stage(k: Scalar) -> Callable[[slice, jax.Array], jax.Array]:
+            rows = plgpu.load(
+                a_scale.at[k, pl.ds(row, block_m)],
+                layout=plgpu.Layout.WGMMA.reduce(1),
+                optimized=False,
+            )
+            ones = {p.start: b_scale[k, first + p.start] for p in parts if square}
+
+            def scaled(part: slice, sums: jax.Array) -> jax.Array:
+                if square:
+                    # With one factor, times that of the row, ptxas spills.
+                    sums = sums * lax.broadcast(ones[part.start], sums.shape)
+                else:
+                    columns = plgpu.load(
+                        b_scale.at[k, pl.ds(first + part.start, sums.shape[1])],
+                        layout=plgpu.Layout.WGMMA.reduce(0),
+                        optimized=False,
+                    )
+                    sums = sums * lax.broadcast_in_dim(columns, sums.shape, (1,))
+                return sums * lax.broadcast_in_dim(rows, sums.shape, (0,))
+
+            return scaled
+
+        return stage
+
+
 def scaled_matmul(
     a: jax.Array,
     b: jax.Array,
@@ -290,6 +369,7 @@ def scaled_matmul(
     config: ScaledMatmulConfig,
     device: DeviceSpec,
     out_dtype: DTypeLike,
+    square: bool = False,
 ) -> jax.Array:
     """Computes ``(a @ b.T) * scales`` on a Hopper GPU with promoted fp32 sums.
 
@@ -298,11 +378,12 @@ def scaled_matmul(
     Args:
         a: [M,K], float8_e4m3fn or float8_e5m2.
         b: [N,K], one of the two.
-        a_scale: [M] or [], fp32.
-        b_scale: [N] or [], fp32.
+        a_scale: [M] or [], fp32; or [M,K/128] for each block of a row.
+        b_scale: [N] or [], fp32; [N,K/128] if `a_scale` is by blocks.
         config: how to cut it.
         device: the Hopper GPU that the kernel is built for.
         out_dtype: bfloat16, float16 or float32.
+        square: scales of b are the same for each 128 rows.
 
     Returns:
         [M,N] of `out_dtype`.
@@ -316,14 +397,26 @@ def scaled_matmul(
     problem = ScaledProblem.of(a, b, out_dtype, rhs_transposed=True)
     tiles = Tiles(problem=problem, config=config)
     check_columns(problem, config, "scaled_matmul")
-    scales = Scales(tiles=tiles, by_row=a_scale.ndim > 0, by_column=b_scale.ndim > 0)
-    need = tiles.smem_bytes + scales.smem_bytes
+    scales: Any
+    if a_scale.ndim == 2:
+        scales, need = BlockScales(tiles=tiles, square=square), tiles.smem_bytes
+        more = {}
+    else:
+        by_row, by_column = a_scale.ndim > 0, b_scale.ndim > 0
+        scales = Scales(tiles=tiles, by_row=by_row, by_column=by_column)
+        need = tiles.smem_bytes + scales.smem_bytes
+        more = scales.scratch_types()
     check_smem(need, device, f"scaled_matmul with {config}")
 
     def body(a_ref, b_ref, a_scale_ref, b_scale_ref, out_ref, **scratch):
+        refs = a_scale_ref, b_scale_ref
+
         def consume(m, n, slot, consumer):
-            scale = scales.load(a_scale_ref, b_scale_ref, scratch, m, n, consumer)
-            sums, slot = promote_tile(tiles, scratch, consumer, slot, scale=scale)
+            if isinstance(scales, BlockScales):
+                how = {"weigh": scales.weigh(*refs, m, n, consumer)}
+            else:
+                how = {"scale": scales.load(*refs, scratch, m, n, consumer)}
+            sums, slot = promote_tile(tiles, scratch, consumer, slot, **how)
             view = functools.partial(tiles.out_view, out_ref, m, n, consumer)
             store_tile(tiles, sums, scratch, consumer, view)
             return slot
@@ -334,7 +427,7 @@ def scaled_matmul(
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
-        scratch_types=tiles.scratch_types() | scales.scratch_types(),
+        scratch_types=tiles.scratch_types() | more,
         kernel_name="scaled_matmul",
         **grid(config, tiles.counts, device, "scaled_matmul"),
     )(a, b, *scales.operands(a_scale, b_scale))

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.scaled_matmul.config import DEPTH
+
 
 def scaled_matmul(
     a: jax.Array,
@@ -19,13 +21,19 @@ def scaled_matmul(
     Args:
         a: [M,K], float8_e4m3fn or float8_e5m2.
         b: [N,K], one of the two.
-        a_scale: [M] or [], fp32.
-        b_scale: [N] or [], fp32.
+        a_scale: [M] or [], fp32; [M,K/128] for each block of a row.
+        b_scale: [N] or [], fp32; [N,K/128] if `a_scale` is by blocks.
         out_dtype: type of the output.
 
     Returns:
         [M,N] of `out_dtype`.
     """
+    if a_scale.ndim == 2:  # no 8-bit matmul of XLA has such scales on Hopper
+        a, b = (
+            x.astype(jnp.float32) * jnp.repeat(scale, DEPTH, axis=1)[:, : x.shape[1]]
+            for x, scale in ((a, a_scale), (b, b_scale))
+        )
+        a_scale = b_scale = jnp.ones((), jnp.float32)
     sums = lax.dot_general(
         a,
         b,

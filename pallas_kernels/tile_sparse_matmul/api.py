@@ -14,8 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuned_configs
@@ -31,6 +29,7 @@ from pallas_kernels.tile_sparse_matmul.passes import (
     Call,
     may_run_a_kernel,
     product,
+    row_major,
 )
 
 
@@ -151,7 +150,7 @@ def _tile_sparse_matmul(
     kernel = may_run_a_kernel(flat, w, call)
     few = kernel and tokens <= FEW_TOKENS
     if few and not x_major:
-        flat = _row_major(flat)
+        flat = row_major(flat)
     if not x_major and call.granularity < STEP and kernel:
         # Here, so that the gradient of the values gets it transposed too.
         flat, call = flat.T, dataclasses.replace(call, feature_major=(True, y_major))
@@ -163,19 +162,8 @@ def _tile_sparse_matmul(
     flat, values, bias, pattern = vary_alike((flat, values, bias, pattern))
     y: Any = product(flat, values, bias, pattern, call)
     if few and not y_major:
-        y = _row_major(y)
+        y = row_major(y)
     return y.reshape((w.shape[1], *batch) if y_major else (*batch, w.shape[1]))
-
-
-def _row_major(x: jax.Array) -> jax.Array:
-    """[M,features], fixed in this layout.
-
-    The kernel takes the transpose. XLA would transpose everything before it as well, up
-    to the residual stream, and sum over strided features there: slow for few tokens.
-    """
-    if len(x) == 1 or not isinstance(x, Tracer):
-        return x  # only one layout
-    return with_layout_constraint(x, Layout((0, 1)))
 
 
 def _layouts(feature_major: Any) -> tuple[bool, bool]:

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels import tuned_configs
 from pallas_kernels.dispatch import Unsupported, dispatch, no_config
@@ -26,6 +28,7 @@ from pallas_kernels.tile_sparse_matmul import (
     xla,
 )
 from pallas_kernels.tile_sparse_matmul.config import (
+    FEW_TOKENS,
     GradConfig,
     Problem,
     TileSparseConfig,
@@ -85,11 +88,27 @@ def product(
         return _run(x, w, bias, call.activation, call)
     y_major = call.feature_major[1]
     y = _run(x, w.packed(), None, None, call)
-    kept = w.pattern if isinstance(w, TileSparse24) else w
+    kept = w
+    if isinstance(w, TileSparse24):
+        kept = w.pattern
+        if not y_major and len(y) > FEW_TOKENS and may_run_a_kernel(x, w, call):
+            # Its kernel gives the transpose, of which XLA would gather single values.
+            y = row_major(y)
     y = kept.place_columns(y, axis=0 if y_major else 1)
     return epilogue.apply(
         y, bias, call.activation, feature_major=y_major, dtype=x.dtype
     )
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """[M,features], fixed in this layout.
+
+    The kernel takes the transpose. XLA would transpose everything before it as well, up
+    to the residual stream, and sum over strided features there: slow for few tokens.
+    """
+    if len(x) == 1 or not isinstance(x, Tracer):
+        return x  # only one layout
+    return with_layout_constraint(x, Layout((0, 1)))
 
 
 def _forward(

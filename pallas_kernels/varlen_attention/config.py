@@ -34,8 +34,16 @@ _SHORT, _SHORT_BACKWARD = 384, 256
 seven matmuls instead of five cost the backward pass more than they save."""
 
 _NARROW = 128
-"""Most keys of a query under a window for blocks of one warpgroup, whose 64 queries
-together see the fewest: 0.62 of the time of larger tiles. More keys were not timed."""
+"""Widest window, its two sides together, for tiles of 64 tokens, which see the fewest
+keys: 192 where tiles of 192 tokens see 320. One warpgroup with such a tile took 0.7 of
+the time, four that share keys 0.66. In the backward pass one warpgroup with 64 rows
+multiplies 192 queries by each key seven times, where tiles of 128 keys multiply 256 to
+384 five times: 0.52 to 0.57 of the time. With wider windows these numbers come closer
+to each other; none was timed."""
+
+_FP8_LONG = 2048
+"""Average number of keys from which 192 keys a step of 8 bits pay off without a mask:
+up to 191 of them are not there in the last step."""
 
 _LONG = 768
 """Average length from which one block per query head pays off."""
@@ -76,9 +84,6 @@ class ForwardBlocks:
     held: int = 0
     """Chunks of 64 columns of the queries that a warpgroup holds in registers, where
     the tensor cores read them without shared memory traffic."""
-    polynomial: int = 0
-    """With 8-bit operands, of how many pairs of weights one is a polynomial, where no
-    mask is; 0 is none."""
     heads: int = 1
     """Query heads of a tile, which read one key/value head: 1, or one a consumer. Then
     a tile has 64 tokens, which under a window see fewer keys than more of them would.
@@ -87,7 +92,7 @@ class ForwardBlocks:
     def __post_init__(self) -> None:
         _check(self, consumers=(1, 2, 3, 4), block_k=_BLOCKS_OF_KEYS, held=range(5))
         _check(self, heads=(1, self.consumers))
-        _check_least(self, stages=2, polynomial=0)
+        _check_least(self, stages=2)
         if self.ping_pong and self.consumers != 2:
             raise ValueError(
                 f"ping_pong with consumers={self.consumers}, expected 2 of them"
@@ -311,24 +316,28 @@ def forward_blocks(
         Tiles of 128 queries, with head dim 64 of 192 without ALiBi; of 64, if the
         sequences are so short on average (token budget over maximum number of
         sequences) that larger tiles would be half empty, if all such tiles fit on the
-        GPU at once, or if a window is narrow, and there are not so many sequences that
-        blocks search long for theirs. From head dim 128 on half of the columns of the
-        queries are held in registers, or more: all of them were 5% slower with head dim
-        128 (trial), and with 256 they do not fit. With 8-bit operands steps are half as
-        long and take half of the room: more of them are under way.
+        GPU at once, or if a window is narrow (`is_narrow`), and there are not so many
+        sequences that blocks search long for theirs. Under a narrow window four query
+        heads that read the same keys share them. From head dim 128 on half of the
+        columns of the queries are held in registers, or more: all of them were 5%
+        slower with head dim 128 (trial), and with 256 they do not fit. With 8-bit
+        operands steps are half as long and take half of the room: more of them are
+        under way, or they have more keys where all steps but the last are whole.
     """
-    if problem.fp8:
-        return ForwardBlocks(block_k=128 if problem.head_dim <= 128 else 64, stages=4)
     queries = math.ceil(problem.queries / problem.max_seqs)
     keys = math.ceil(problem.keys / problem.max_seqs)
+    if problem.fp8:
+        whole = window == (None, None) and keys >= _FP8_LONG
+        if problem.head_dim == 128 and whole:
+            return ForwardBlocks(block_k=192, stages=3)
+        return ForwardBlocks(block_k=128 if problem.head_dim <= 128 else 64, stages=4)
     if problem.head_dim == 64:
         tiles = problem.rows * problem.heads * math.ceil(problem.queries / ROWS)
         few = tiles <= _SHORT_BLOCKS * device.num_sms and keys <= _SHORT_KEYS
-        left, right = window
-        narrow = None not in (left, right) and (left or 0) + (right or 0) < _NARROW
-        if (
-            queries <= _SHORT or few or narrow
-        ) and problem.max_seqs <= MOST_SHORT_SEQUENCES:
+        short, narrow = queries <= _SHORT or few, is_narrow(window)
+        if narrow and not short and problem.groups % 4 == 0 and not alibi:
+            return ForwardBlocks(consumers=4, heads=4, block_k=64, stages=4)
+        if (short or narrow) and problem.max_seqs <= MOST_SHORT_SEQUENCES:
             return ForwardBlocks(consumers=1, block_k=64, overlap=False)
         return ForwardBlocks(consumers=3 if queries > 512 and not alibi else 2)
     if problem.head_dim in (96, 128, LATENT_DIMS[0]):
@@ -337,17 +346,27 @@ def forward_blocks(
     return ForwardBlocks(block_k=64, overlap=False, ping_pong=True, held=2)
 
 
+def is_narrow(window: tuple[int | None, int | None]) -> bool:
+    """Whether a query sees so few keys that tiles of 64 tokens multiply far fewer."""
+    left, right = window
+    return left is not None and right is not None and left + right <= _NARROW
+
+
 def backward_blocks(
-    problem: Problem, device: DeviceSpec, alibi: bool = False, relative: bool = False
+    problem: Problem,
+    device: DeviceSpec,
+    alibi: bool = False,
+    relative: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
 ) -> BackwardBlocks:
     """The backward blocks of a problem that was never tuned.
 
     Returns:
         The tiles for the head dim, with a block per query head for long sequences. For
-        short ones, or if all tiles fit on the GPU at once, the kernel for short
-        sequences, except with ALiBi.
+        short ones, narrow windows, or if all tiles fit on the GPU at once, the kernel
+        for short sequences, except with ALiBi.
     """
-    if relative or (_is_short_backward(problem, device) and not alibi):
+    if relative or (_is_short_backward(problem, device, window) and not alibi):
         return BackwardBlocks(consumers=1, block_q=ROWS, block_k=ROWS)
     is_long = problem.queries >= _LONG * problem.max_seqs
     block_q, block_k = BACKWARD_TILES[problem.head_dim]
@@ -359,7 +378,9 @@ def backward_blocks(
     )
 
 
-def _is_short_backward(problem: Problem, device: DeviceSpec) -> bool:
+def _is_short_backward(
+    problem: Problem, device: DeviceSpec, window: tuple[int | None, int | None]
+) -> bool:
     """True if blocks of one warpgroup are faster."""
     if problem.head_dim != 64 or problem.max_seqs > MOST_SHORT_SEQUENCES:
         return False
@@ -369,4 +390,4 @@ def _is_short_backward(problem: Problem, device: DeviceSpec) -> bool:
     tiles += problem.kv_heads * math.ceil(problem.keys / ROWS)
     few = problem.rows * tiles <= _SHORT_BACKWARD_BLOCKS * device.num_sms
     few = few and max(keys, queries * problem.groups) <= _SHORT_KEYS
-    return max(queries, keys) <= _SHORT_BACKWARD or few
+    return max(queries, keys) <= _SHORT_BACKWARD or few or is_narrow(window)

@@ -19,12 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.fp8_fragments import as_fp8_operand
-from pallas_kernels.mosaic.lanes import (
-    any_of_warp,
-    distances,
-    exp2_by_two_units,
-    keep_band,
-)
+from pallas_kernels.mosaic.lanes import any_of_warp, distances, keep_band
 from pallas_kernels.varlen_attention.config import (
     ROWS,
     ForwardBlocks,
@@ -232,10 +227,7 @@ class ForwardMainloop:
             safe = jnp.where(m_new == -jnp.inf, jnp.zeros_like(m_new), m_new)
         s = s * factor if self.scores.plain else s
         s = s - lax.broadcast_in_dim(safe, self.shape, [0])
-        if (every := self.blocks.polynomial) and not masked:
-            p = exp2_by_two_units(s, every)
-        else:
-            p = jnp.exp2(s)
+        p = jnp.exp2(s)
         added = m - safe, jnp.sum(p, axis=1)
         scales = any_of_warp(grown) if on_demand else None
         return p, (m_new, limit, total), scales, added

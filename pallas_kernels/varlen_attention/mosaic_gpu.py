@@ -238,11 +238,6 @@ class _Kernels:
                 f"varlen_attention: heads={blocks.heads} of {problem.groups} query "
                 "heads, expected a divisor, and 1 with a relative bias"
             )
-        if blocks.polynomial and not problem.fp8:
-            raise Unsupported(
-                f"varlen_attention: polynomial={blocks.polynomial} with operands of"
-                " 16 bits, expected 0"
-            )
         size = forward_smem(problem, blocks)
         if (relative := tile_terms(self.scores, blocks)) is not None:
             size += relative.smem(blocks.stages, problem.dtype.itemsize)
@@ -264,7 +259,8 @@ class _Kernels:
         alibi, relative = self.scores.alibi, self.scores.relative is not None
         blocks = self.config.backward
         if blocks is None:
-            blocks = backward_blocks(problem, self.device, alibi, relative)
+            window = self.scores.window
+            blocks = backward_blocks(problem, self.device, alibi, relative, window)
         if relative and blocks.consumers != 1:
             raise Unsupported(
                 "varlen_attention: a gradient with a relative bias and consumers="

@@ -117,15 +117,14 @@ def test_a_model_is_trained_written_and_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pruned_model, "FILE", tmp_path / "pruned_model.json")
     monkeypatch.setattr(pruned_model, "SPARSITIES", (0.5,))
     monkeypatch.setattr(pruned_model, "SPARSITIES_24", ())
-    without = pruned_model.trained("tiny")
+    pruned_model.make("tiny")
+    without = json.loads(pruned_model.FILE.read_text())
     monkeypatch.setattr(pruned_model, "SPARSITIES_24", (0.75,))
-    found = pruned_model.trained("tiny", without)  # what it lacks alone
-    assert {**found["masks"], "tw24 0.75": None} == {
-        **without["masks"],
-        "tw24 0.75": None,
-    }
-    pruned_model.write(found)
-    assert json.loads(pruned_model.FILE.read_text()) == found
+    stored = {**without, "masks": {**without["masks"], "tw 0.5": []}}
+    pruned_model.make("tiny", stored, ["tw"])  # what it lacks, and that alone
+    found = json.loads(pruned_model.FILE.read_text())
+    tw24 = found["masks"].pop("tw24 0.75")
+    assert found["masks"] == without["masks"] and len(tw24) == 2
     model = pruned_model.load.__wrapped__("tiny")
     names = {"dense", "int8", "two_four", "tw 0.5", "tew 0.5", "tw24 0.75"}
     assert set(model.bits) == names
@@ -139,5 +138,5 @@ def test_without_a_file_and_a_gpu_nothing_is_made(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(pruned_model, "FILE", tmp_path / "pruned_model.json")
     with pytest.raises(NotImplementedError, match=r"-m benchmarks\.pruned_model"):
         pruned_model.load.__wrapped__(pruned_model.TRAINED)
-    assert pruned_model.main() == 1 and "no GPU" in capsys.readouterr().err
+    assert pruned_model.main([]) == 1 and "no GPU" in capsys.readouterr().err
     assert jax.devices()[0].platform == "cpu" and not [*tmp_path.iterdir()]

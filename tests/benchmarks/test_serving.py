@@ -184,6 +184,14 @@ def test_the_weights_of_a_pruned_step():
         load = [c for c in serving.BENCHMARK.cases if c.name == f"saturated_{weights}"]
         assert serving.read_metrics(load[0].params) == found
         assert "tile-wise" in serving._refused(case.params, "vllm")
+    one = [c for c in serving.BENCHMARK.cases if "one_size" in c.name]
+    assert {c.params.get("weights") for c in one} == {None, *serving.TILE_WISE}
+    runs = {
+        n
+        for n in serving.BENCHMARK.implementations
+        if serving.BENCHMARK.offers(one[0], n)
+    }
+    assert runs == {"jaxscale"}
 
 
 def test_a_pruned_model_is_what_a_pruned_run_serves(monkeypatch):

@@ -93,6 +93,13 @@ def test_speed_stands_beside_accuracy_and_the_ideal(monkeypatch):
     assert benchmark.compare(SMALL, {"auto": 1.0}) == {"auto": {"bits_per_byte": 1.7}}
 
 
+def test_a_mask_that_the_model_lacks_is_said_and_not_timed():
+    case = dataclasses.replace(benchmark.QUICK, params=SMALL | {"sparsity": 0.99})
+    ((_, found),) = benchmark.measure([case], ["auto", "dense"], 1)
+    assert all("lacks tw 0.99" in one.reason for one in found.values())
+    assert benchmark.compare(case.params, {}) == {}
+
+
 def test_what_all_layers_keep_and_take_is_said():
     """Ours of each layer, whose shapes differ; a baseline of one, as often."""
     form, dense = benchmark.FORMS["auto"](TEW), benchmark.FORMS["dense"](TEW)
@@ -149,7 +156,7 @@ def test_no_case_is_of_the_old_masks():
     folder = due.ROOT / "benchmarks" / "results" / "nvidia_h200"
     for name in ("tile_sparse_matmul", "tile_sparse_layers"):
         for row in due._stored(name, [folder]).values():
-            assert row["params"]["mask"] in pruned_model.MASKS
+            assert row["params"]["mask"] in (*pruned_model.MASKS, "tw24")
             assert row["metrics"].get("bits_per_byte", 0) >= 0
 
 

@@ -16,6 +16,7 @@ from jax.tree_util import register_dataclass
 
 from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.runner import Runner
+from jaxscale.inference.engine.scheduling.page_forecast import AnswerLengths
 from jaxscale.inference.engine.scheduling.scheduler import Scheduler
 from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
 from jaxscale.inference.request import Request, SamplingParams
@@ -40,6 +41,12 @@ SIZES = SchedulerConfig(
 
 
 LLAMA = dataclasses.replace(preset("llama_tiny"), vocab_size=288)
+
+
+@pytest.fixture
+def short_answers(monkeypatch):
+    """Answers are expected to end at once, so that those who run are preempted."""
+    monkeypatch.setattr(AnswerLengths, "left", lambda *_: 0.0)
 
 
 @typing.no_type_check

@@ -1,6 +1,9 @@
 """Models for scripts: prompts in, texts out; how many pages there are."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -302,6 +305,54 @@ def test_pages_fill_the_memory(llm):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             EngineConfig(**wrong)
     assert np.isfinite(memory.computation)
+
+
+@pytest.mark.parametrize(
+    ("share", "fraction", "expected"),
+    [
+        ("0.95", 0.9, 0.9),  # of the whole GPU
+        ("0.95", 0.3, 0.3),
+        ("0.95", 0.95, 0.9025),
+        ("0.4", 0.9, 0.38),
+        ("", 0.9, 0.7125),
+        ("", 0.5, 0.5),
+    ],
+)
+def test_a_fraction_is_one_of_the_whole_gpu(
+    share, fraction, expected, monkeypatch, caplog
+):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    whole = 140 << 30
+    limit = int(whole * float(share or 0.75))
+    assert memory.usable(limit, fraction) == pytest.approx(expected * whole)
+    said = "Set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 before"
+    assert (said in caplog.text) == (expected < fraction)
+
+
+def test_a_server_reserves_its_gpus_unless_told_otherwise():
+    code = """
+import os, jax
+from jaxscale.inference.engine.device_share import reserve_for_serving as reserve
+old, new = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
+said = []
+for given in ({old: "0.5"}, {new: "0.5"}, {}):
+    os.environ |= given
+    reserve()
+    said.append((os.environ.pop(old, None), os.environ.pop(new, None)))
+assert said == [("0.5", None), (None, "0.5"), ("0.95", None)], said
+assert jax.device_count() == 1  # as before
+reserve()
+assert old not in os.environ
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("gathers", [True, False])

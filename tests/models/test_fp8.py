@@ -67,18 +67,28 @@ def test_packed_rows_over_a_mesh_and_recomputed_layers_give_the_same():
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "quantization"),
     [
-        {"activation": "geglu_tanh", "norm": "rmsnorm_1p", "output_norms": True},
-        *exhaustive({}, {"parallel_block": True}, {"norm": "layernorm"}),
+        (
+            {"activation": "geglu_tanh", "norm": "rmsnorm_1p", "output_norms": True},
+            "fp8",
+        ),
+        ({}, "fp8_blockwise"),
+        *exhaustive(
+            ({}, "fp8"),
+            ({"parallel_block": True}, "fp8"),
+            ({"norm": "layernorm"}, "fp8"),
+        ),
     ],
 )
-def test_what_is_rounded_as_it_is_computed_changes_no_number(changes, monkeypatch):
+def test_what_is_rounded_as_it_is_computed_changes_no_number(
+    changes, quantization, monkeypatch
+):
     """Norms and gates of every kind, against layers that round what they are given."""
     config = dataclasses.replace(CONFIG, **changes)
 
     def run():
-        model = Decoder(config, quantization="fp8", rngs=nnx.Rngs(0))
+        model = Decoder(config, quantization=quantization, rngs=nnx.Rngs(0))
         return jax.jit(jax.value_and_grad(loss))(model, TOKENS, BOUNDS)
 
     found = run()

@@ -38,6 +38,9 @@ from tests.tolerances import RELATIVE, relative_error
 B, T, K, N = 4, 8, 32, 24
 TOLERANCE = RELATIVE[jnp.dtype("float32")]
 BOTH = pytest.mark.parametrize("quantization", ["fp8", "fp8_tensorwise"])
+ALL = pytest.mark.parametrize(
+    "quantization", ["fp8", "fp8_blockwise", "fp8_tensorwise"]
+)
 TYPES = {"x": ml_dtypes.float8_e4m3fn, "g": ml_dtypes.float8_e5m2}
 
 
@@ -54,6 +57,16 @@ def rounded(x, kind, axis):
     largest = np.abs(x).max(axis=axis, keepdims=True)
     scale = 2.0 ** np.ceil(np.log2(largest / float(ml_dtypes.finfo(dtype).max)))
     return (x / scale).astype(dtype).astype(np.float64) * scale
+
+
+def rounded_by_blocks(x, kind, rows, columns):
+    """The same with a scale for blocks of a matrix."""
+    found = np.zeros(x.shape)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            part = slice(i, i + rows), slice(j, j + columns)
+            found[part] = rounded(x[part], kind, None)
+    return found
 
 
 def column(x, w, quantization: Any = "fp8", rules=REPLICATED, **options):
@@ -93,7 +106,27 @@ def test_products_are_those_of_rounded_operands(quantization, product):
 
 
 @pytest.mark.parametrize("product", [column, row])
-@BOTH
+def test_products_are_those_of_operands_rounded_by_blocks(product):
+    """Two blocks of tokens and of features, of which the second is a part."""
+    inner, outer = 200, 136
+    x, w = normal(2, 96, inner), normal(inner, outer, seed=1)
+    g = normal(2, 96, outer, seed=2)
+    f = partial(product, quantization="fp8_blockwise")
+    y, back = jax.jit(lambda x, w: jax.vjp(f, x, w))(x, w)
+    dx, dw = back(jnp.asarray(g))
+    x, g = x.reshape(-1, inner), g.reshape(-1, outer)
+    w = rounded_by_blocks(w, "x", 128, 128)
+    x, g = (rounded_by_blocks(*a, 1, 128) for a in ((x, "x"), (g, "g")))
+    exact = {"y": x @ w, "dx": g @ w.T}
+    x, g = (rounded_by_blocks(*a, 128, 1) for a in ((x, "x"), (g, "g")))
+    exact["dw"] = x.T @ g
+    for name, found in (("y", y), ("dx", dx), ("dw", dw)):
+        found = found.reshape(exact[name].shape)
+        assert relative_error(found, exact[name]) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("product", [column, row])
+@ALL
 def test_batches_without_tokens(quantization, product):
     x, w = np.zeros((B, 0, K), np.float32), normal(K, N)
     y, back = jax.vjp(partial(product, quantization=quantization), x, w)
@@ -126,7 +159,7 @@ def test_scales_are_the_smallest_powers_of_two_that_cut_off_nothing(dtype):
     np.testing.assert_allclose(back, x, rtol=2**-3)
 
 
-@BOTH
+@ALL
 def test_gradients_of_several_layers_are_summed_in_fp32(quantization):
     """What each of them adds is stored in 16 bits, as results of all layers are."""
     short = [normal(B, T, K), normal(B, T, N, seed=4)]
@@ -144,7 +177,7 @@ def test_gradients_of_several_layers_are_summed_in_fp32(quantization):
     assert relative_error(gradient(jnp.bfloat16), gradient(jnp.float32)) < 2**-7
 
 
-@BOTH
+@ALL
 def test_small_numbers_are_as_exact_as_large_ones(quantization):
     x, w = normal(B, T, K), normal(K, N, seed=1)
     product = partial(column, quantization=quantization)
@@ -171,7 +204,7 @@ def test_a_large_number_costs_other_rows_nothing_with_scales_of_rows():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("product", [column, row])
-@BOTH
+@ALL
 def test_what_is_not_finite_stays_visible(quantization, product, bad):
     f = partial(product, quantization=quantization)
     x, w, g = normal(B, T, K), normal(K, N, seed=1), normal(B, T, N, seed=2)
@@ -179,7 +212,7 @@ def test_what_is_not_finite_stays_visible(quantization, product, bad):
     y, back = jax.vjp(f, *map(jnp.asarray, (x, w)))
     dx, dw = back(jnp.asarray(g))
     assert np.isnan(y[1, 2]).all() and np.isnan(dw[3]).all()
-    if quantization == "fp8":
+    if quantization != "fp8_tensorwise":
         assert np.isnan(y).sum() == N  # other tokens go on
     assert np.isfinite(dx).all()
     g[0, 1, 2] = bad
@@ -326,6 +359,7 @@ def value_and_grads(params, x, **options):
     [
         ({"fsdp": 2, "tensor": 2}, "auto", fsdp_tp(), "fused", "fp8"),
         ({"fsdp": 2, "tensor": 2}, "explicit", fsdp_tp(), "xla", "fp8_tensorwise"),
+        ({"data": 2, "fsdp": 2}, "auto", fsdp(), None, "fp8_blockwise"),
         *exhaustive(
             ({"data": 2, "tensor": 4}, "auto", fsdp_tp(), None, "fp8"),
             ({"data": 2, "fsdp": 2}, "auto", fsdp(), None, "fp8_tensorwise"),
@@ -476,12 +510,15 @@ def test_names_of_quantization(kind, no_shape_hook):
     [
         (column, "fp8"),
         (row, "fp8_tensorwise"),
+        (row, "fp8_blockwise"),
         *exhaustive((row, "fp8"), (column, "fp8_tensorwise")),
     ],
 )
 def test_kernels_that_round_give_what_xla_gives(quantization, product, monkeypatch):
     """Forward and backward, in every bit where sums are in the same order."""
-    x, w, g = normal(1, 128, 256), normal(256, 256, seed=1), normal(1, 128, 256, seed=2)
+    size = 512 if quantization == "fp8_blockwise" else 256  # the least of its kernels
+    x, w = normal(1, 128, size), normal(size, size, seed=1)
+    g = normal(1, 128, size, seed=2)
     x, g = (jnp.asarray(a, jnp.bfloat16) for a in (x, g))
     multiply = partial(fp8.scaled_matmul, implementation="xla")
     monkeypatch.setattr(fp8, "scaled_matmul", multiply)
@@ -499,7 +536,8 @@ def test_kernels_that_round_give_what_xla_gives(quantization, product, monkeypat
         interpret_mosaic_gpu() as ran,
     ):
         found = results()
-    assert ran.kernels == {"fp8": 7, "fp8_tensorwise": 3}[quantization]
+    kernels = {"fp8": 7, "fp8_blockwise": 6, "fp8_tensorwise": 3}
+    assert ran.kernels == kernels[quantization]
     for actual, exact in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_array_equal(actual, exact)
 

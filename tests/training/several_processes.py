@@ -6,8 +6,9 @@ Each process finds the others by the variables of a launcher, with its share of 
 GPUs, or of two, or of simulated devices. Parts:
 
 - ``llama``: ``examples/multihost/pretrain_llama.py`` with `fsdp` across the processes
-  and, of four devices, `tensor` inside, by fused kernels where they run. Each number of
-  processes also continues a checkpoint that another one wrote.
+  and, of four devices, `tensor` inside, by fused kernels where they run.
+- ``checkpoints``: ``jaxscale train`` with `fsdp` across. Each number of processes
+  continues a checkpoint that another one wrote.
 - ``across``: ``jaxscale train`` with `tensor` over all devices: one process runs the
   fused kernels, and several XLA's collectives, and say how to start one a host.
 - ``pipeline``: ``jaxscale train`` with the stages of a pipeline across.
@@ -17,10 +18,12 @@ GPUs, or of two, or of simulated devices. Parts:
   killed or stopped; its losses are those of an unbroken run, bit for bit.
 
 The losses of one process are the reference. A part prints a line for each number of
-processes, and the exit code is 1 if one differs.
+processes, and the exit code is 1 if one differs. Runs of a part share the devices, side
+by side: most of their time goes into start and compilation.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -32,7 +35,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from conftest import COMPILE_FAST
@@ -52,9 +55,17 @@ WITHIN = 2e-3
 STEPS, EVERY = 6, 2
 """Of a run, and between the checkpoints of one that is broken."""
 
-DATA = ["--data.vocab-size=512", "--data.batch-size=8"]
+DATA = [
+    *("--data.vocab-size=512", "--data.batch-size=8"),
+    f"--data.paths={ROOT / 'docs'}",  # which is read and tokenized in a second or two
+]
 SHORT = ["--model.num-layers=4", "--scan-layers"]
 """What ``jaxscale train`` leaves of it, which compiles in seconds."""
+NARROW = [
+    *("--model.d-model=512", "--model.num-heads=4", "--model.num-kv-heads=4"),
+    "--model.d-ff=2048",
+]
+"""And where it writes checkpoints, of 200 MB."""
 STEADY = [
     *("--optimizer.warmup-steps=2", f"--optimizer.schedule-steps={STEPS}"),
     "--data.held-out-fraction=0",
@@ -81,6 +92,7 @@ class Machine:
         found = os.environ | {
             "PYTHONPATH": PACKAGES,
             "NCCL_NVLS_ENABLE": "0",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "JAX_COMPILATION_CACHE_DIR": str(out.parent / "programs"),
         }
         if self.cpu:
@@ -197,8 +209,9 @@ def command_of(part: str, machine: Machine) -> list[str]:
     if part == "across":
         fused += ["--rules=fsdp_tp", "--xla-flags=host_kernels"]
         return [*train, f"--mesh.tensor={machine.devices}", "--mesh.fsdp=1", *fused]
-    if part == "faults":
-        return [*train, f"--mesh.fsdp={machine.devices}"]
+    if part in ("faults", "checkpoints"):
+        narrow = [] if machine.cpu else NARROW
+        return [*train, *narrow, f"--mesh.fsdp={machine.devices}"]
     stages = ["--mesh.pipe=2", f"--mesh.tensor={half}", "--mesh.fsdp=1"]
     stages += ["--rules=megascale_3d", "--tensor-parallel=xla", "--remat=attention"]
     stages += ["--microbatches=4", "--checkpoint-every=100"]
@@ -211,12 +224,12 @@ def train(part: str, out: Path, machine: Machine) -> bool:
     if part == "bert":
         command.append(f"--data.tokenizer={make_model(out / 'model')}")
     whole = [*command, f"--steps={STEPS}"]
-    half = [*command, f"--steps={STEPS // 2}"]
-    expected = losses(1, whole, out / "1", machine)
+    numbers = (1, *machine.counts)
+    found = at_once({n: (n, whole, out / str(n)) for n in numbers}, machine)
+    expected, good = found.pop(1), True
     print(f"{part}: 1 process, losses {expected}", flush=True)
-    good = True
-    for count in machine.counts:
-        away = compare(losses(count, whole, out / str(count), machine), expected)
+    for count, each in found.items():
+        away = compare(each, expected)
         good &= away <= WITHIN
         print(f"{part}: {count} processes, within {away:.1e}", flush=True)
         if part == "across" and not machine.cpu:
@@ -224,51 +237,87 @@ def train(part: str, out: Path, machine: Machine) -> bool:
             told = all(words in log for log in logs(out / str(count)))
             good &= told
             print(f"{part}: {count} processes, told how to start: {told}", flush=True)
+    return good
+
+
+def checkpoints(out: Path, machine: Machine) -> bool:
+    """Whether each number of processes continues a checkpoint of another one."""
+    command = command_of("checkpoints", machine)
+    whole = [*command, f"--steps={STEPS}"]
+    half = [*command, f"--steps={STEPS // 2}"]
     numbers = (1, *machine.counts)
-    for before, after in zip(numbers, (*numbers[1:], 1), strict=True):
-        if part != "llama":
-            break
-        place = out / f"{before}_then_{after}"
-        losses(before, half, place, machine)
-        away = compare(losses(after, whole, place, machine), expected)
+    first = {n: (n, half, out / str(n)) for n in numbers}
+    (expected, *_) = at_once({0: (1, whole, out / "whole"), **first}, machine).values()
+    pairs = [*zip(numbers, (*numbers[1:], 1), strict=True)]
+    rest = [*whole, "--resume"]
+    then = {pair: (pair[1], rest, out / str(pair[0])) for pair in pairs}
+    good = True
+    for (before, after), found in at_once(then, machine).items():
+        away = compare(found, expected)
         good &= away <= WITHIN
         words = f"{before} processes, continued by {after}"
-        print(f"{part}: {words}, within {away:.1e}", flush=True)
+        print(f"checkpoints: {words}, within {away:.1e}", flush=True)
     return good
+
+
+def at_once[Key](
+    runs: Mapping[Key, tuple[int, Sequence[str], Path]], machine: Machine
+) -> dict[Key, list[float]]:
+    """The `losses` of runs that share the devices, side by side.
+
+    Args:
+        runs: Number of processes, command and folder of each, by anything.
+        machine: The devices.
+    """
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        started = {key: pool.submit(losses, *run, machine) for key, run in runs.items()}
+        return {key: run.result() for key, run in started.items()}
 
 
 def faults(out: Path, machine: Machine) -> bool:
     """Whether runs of which a process is lost have the losses of one that was whole."""
-    count = machine.devices
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = {n: pool.submit(supervised, out / n, machine, LOST[n]) for n in LOST}
+    expected, good = written(out / "whole"), True
+    for name, run in runs.items():
+        code, times = run.result()
+        found = written(out / name)
+        equal = code == 0 and found == expected and len(found) == 3 * STEPS
+        good &= equal
+        print(f"faults: {name}, losses equal: {equal}{times}", flush=True)
+        if not equal:
+            log = (out / f"{name}.log").read_text()[-3000:]
+            print(f"{expected}\n{found}\n{log}", flush=True)
+    return good
+
+
+def supervised(run: Path, machine: Machine, number: int) -> tuple[int, str]:
+    """A supervised run of one process a device, and `strike` unless `number` is 0.
+
+    Returns:
+        Its exit code, and the `times_of` the fault.
+    """
     command = [*command_of("faults", machine), f"--steps={3 * STEPS}"]
     command += [f"--checkpoint-every={EVERY}", "--supervise"]
-    command += [f"--supervise.processes={count}", "--supervise.deadlines.step=10"]
+    command += [f"--supervise.processes={machine.devices}"]
+    command += ["--supervise.deadlines.step=10"]
     command += ["--supervise.diagnose=true"]  # GPUs are measured for half a minute
-    environment = machine.shared(out)
+    environment = machine.shared(run.parent)
     environment |= {"JAX_NUM_CPU_DEVICES": "1"} if machine.cpu else {}
-    out.mkdir(parents=True, exist_ok=True)
-    expected: list[float] = []
-    good = True
-    for name, number in LOST.items():
-        run, log = out / name, out / f"{name}.log"
-        words = [sys.executable, *command, f"--output-dir={run}"]
-        with log.open("wb") as file:
-            driver = subprocess.Popen(
-                words, env=environment, stdout=file, stderr=subprocess.STDOUT
-            )
-        try:
-            struck = number and strike(run, driver, number)
-            code = driver.wait(SECONDS)
-        finally:
-            end_supervised(driver)
-        found = written(run) if code == 0 else []
-        expected = expected or found
-        equal = found == expected and len(found) == 3 * STEPS
-        good &= equal
-        print(f"faults: {name}, losses equal: {equal}{times(run, struck)}", flush=True)
-        if not equal:
-            print(f"{expected}\n{found}\n{log.read_text()[-3000:]}", flush=True)
-    return good
+    run.parent.mkdir(parents=True, exist_ok=True)
+    with run.with_suffix(".log").open("wb") as file:
+        driver = subprocess.Popen(
+            [sys.executable, *command, f"--output-dir={run}"],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        struck = number and strike(run, driver, number)
+        code = driver.wait(SECONDS)
+    finally:
+        end_supervised(driver)
+    return code, times_of(run, struck)
 
 
 LOST = {"whole": 0, "SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
@@ -290,7 +339,7 @@ def strike(run: Path, driver: subprocess.Popen, number: int) -> float:
     raise RuntimeError(f"step {STEPS} was not reached")
 
 
-def times(run: Path, struck: float) -> str:
+def times_of(run: Path, struck: float) -> str:
     """Seconds until a fault was noticed and until a step was done again."""
     file = run / "supervisor" / "events-driver.jsonl"
     driver = read_events(file) if file.exists() else []
@@ -377,8 +426,8 @@ def serve(out: Path, machine: Machine) -> bool:
     return len({*texts.values()}) == 1
 
 
-PARTS = ("llama", "across", "pipeline", "bert", "serve", "faults")
-OTHERS = {"serve": serve, "faults": faults}
+OTHERS = {"checkpoints": checkpoints, "serve": serve, "faults": faults}
+PARTS = ("llama", "across", "pipeline", "bert", *OTHERS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

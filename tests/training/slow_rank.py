@@ -1,11 +1,12 @@
 """A real run of four processes of which one is slow, and what its supervisor says.
 
     python -m tests.training.slow_rank [none | host | device | stopped]
+    JAX_PLATFORMS=cuda python -m tests.training.slow_rank [none | host | shared]
 
 ``host`` sleeps between steps of rank 1; ``device`` stops the process of rank 1 for a
 half of the time, so that whatever it computes takes twice as long; ``stopped`` for 70%
-of it, in tenths of a second. All ranks meet in the collectives of each step, and so end
-it together.
+of it, in tenths of a second. ``shared``, on two GPUs, starts another program on the GPU
+of rank 1. All ranks meet in the collectives of each step, and so end it together.
 """
 
 import dataclasses
@@ -19,7 +20,8 @@ from pathlib import Path
 from jaxscale.supervision import current
 
 
-STEPS, SLOW, PROCESSES = 120, 1, 4
+ON_GPUS = os.environ.get("JAX_PLATFORMS") == "cuda"
+STEPS, SLOW, PROCESSES = (60, 1, 2) if ON_GPUS else (120, 1, 4)
 STOPS = {"device": (0.005, 0.005), "stopped": (0.07, 0.03)}
 
 
@@ -40,8 +42,9 @@ def rank(directory, steps, kind):
     current()
     import jax
 
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
+    if not ON_GPUS:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 1)
     from jaxscale.sharding import create, initialize, make_mesh
     from jaxscale.training import fit, packed_batches
     from tests.training import toy
@@ -52,7 +55,7 @@ def rank(directory, steps, kind):
     mine = initialize().process_id == SLOW
     batches, _ = packed_batches(config, text())
     rules = config.axis_rules
-    watcher = None
+    watcher = neighbor() if mine and kind == "shared" else None
 
     def hook(step, state, metrics):
         nonlocal watcher
@@ -82,10 +85,38 @@ def heavy_loss(model, batch):
     from jaxscale.training import next_token_loss
 
     loss, sums = next_token_loss()(model, batch)
-    x = jnp.full((192, 192), 1e-3 * batch.tokens[0, 0])
-    x = jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), x)
+    size, times = (16384, 4) if ON_GPUS else (192, 200)
+    x = jnp.full((size, size), 1e-3 * batch.tokens[0, 0])
+    x = x.astype(jnp.bfloat16 if ON_GPUS else jnp.float32)
+    x = jax.lax.fori_loop(0, times, lambda _, x: jnp.tanh(x @ x), x)
     # In a number that is read, or the compiler leaves it out.
     return loss, sums._replace(nll=sums.nll + 0 * jax.lax.stop_gradient(x.sum()))
+
+
+def neighbor():
+    """Another program on the same GPU, once it computes."""
+    code = [sys.executable, "-m", "tests.training.slow_rank", "share", str(os.getpid())]
+    # It is no process of the job.
+    alone = {n: x for n, x in os.environ.items() if n.partition("_")[0] != "JAX"}
+    environment = alone | {"JAX_PLATFORMS": "cuda"}
+    other = subprocess.Popen(code, stdout=subprocess.PIPE, env=environment)
+    assert other.stdout is not None
+    other.stdout.readline()
+    return other
+
+
+def share(process):
+    """Multiply on a GPU without a pause, until a process has gone."""
+    import jax
+    import jax.numpy as jnp
+
+    multiply = jax.jit(lambda x: jnp.tanh(x @ x))
+    x = multiply(jnp.full((8192, 8192), 1e-3, jnp.bfloat16)).block_until_ready()
+    print("ready", flush=True)
+    while os.getppid() == process:
+        for _ in range(20):
+            x = multiply(x)
+        x.block_until_ready()
 
 
 def stop(kind, process):
@@ -101,6 +132,7 @@ def stop(kind, process):
 def main(kinds):
     from jaxscale.observability import read_run
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     for kind in kinds:
         job = run(kind)
         print(
@@ -120,6 +152,8 @@ def main(kinds):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["stop"]:
         stop(sys.argv[2], int(sys.argv[3]))
+    elif sys.argv[1:2] == ["share"]:
+        share(int(sys.argv[2]))
     elif len(sys.argv) == 4 and Path(sys.argv[1]).is_dir():
         rank(*sys.argv[1:])
     else:

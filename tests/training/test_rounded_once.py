@@ -107,6 +107,7 @@ def accumulate(*args, **options):
     [
         ("fp8", {"scan_layers": False, "remat": "attention", **FSDP}),
         ("fp8_tensorwise", {"scan_layers": True}),
+        ("fp8_blockwise", {"scan_layers": False}),
         (None, {"scan_layers": False, "remat": "attention", **FSDP}),
         *exhaustive(
             ("fp8", {"scan_layers": True, **FSDP}),
@@ -164,7 +165,9 @@ def test_what_is_not_rounded_before_is_rounded_at_each_call(rules, mesh, quantiz
         assert round_kernels(layer).rounded is None
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "fp8_tensorwise"])
+@pytest.mark.parametrize(
+    "quantization", ["fp8", *exhaustive("fp8_blockwise"), "fp8_tensorwise"]
+)
 def test_rounded_weights_meet_explicit_axes(quantization):
     program, _ = traced(
         quantization, rules=fsdp(), axis_type="explicit", scan_layers=True

@@ -5,6 +5,7 @@ Legend: S slots, P pages, G tokens of a page.
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jaxscale.inference.engine.config import EngineConfig
+from jaxscale.inference.engine.device_share import SERVING, reserved_share
 from jaxscale.inference.engine.kv_scales import FP8
 from jaxscale.inference.engine.scheduling.scheduler_config import (
     SchedulerConfig,
@@ -29,6 +31,8 @@ from jaxscale.models.serving import is_abstract
 from pallas_kernels.varlen_attention.paged import gathers_pages
 
 
+_log = logging.getLogger(__name__)
+_FILLED = 0.95  # of what JAX reserves; the rest is lost between arrays
 _SLOTS = (1024, 512, 256)
 _TOKENS_A_SLOT = 256  # of prompt and answer together, half way through the answer
 
@@ -93,7 +97,7 @@ def fit(
         page = page // itemsize + shape.num_layers * 2 * (heads // ways) * 4
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
-        available = int(options.memory_fraction * stats["bytes_limit"])
+        available = usable(stats["bytes_limit"], options.memory_fraction)
         used = int(stats.get("bytes_in_use", 0))
         taken = used + weights if is_abstract(model) else max(used, weights)
     else:
@@ -140,10 +144,32 @@ def fit(
             f"{computation / 2**30:.2f} GiB for computation and {needed:,} pages of "
             f"{page / 2**20:.2f} MiB do not fit into {available / 2**30:.2f} GiB of a "
             f"device, of which {taken / 2**30:.2f} GiB are taken; lower max_len, "
-            "num_slots, prefill_tokens or num_pages, raise memory_fraction, or split "
+            "num_slots, prefill_tokens or num_pages, raise memory_fraction (and "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION, what JAX reserves), or split "
             "the model over more devices"
         )
     return dataclasses.replace(config, num_pages=memory.num_pages), memory
+
+
+def usable(limit: int, fraction: float) -> int:
+    """Bytes of a GPU that an engine may fill.
+
+    Args:
+        limit: What JAX reserves of it.
+        fraction: `EngineConfig.memory_fraction`, of the whole GPU.
+    """
+    share = reserved_share()
+    wanted, most = int(fraction * limit / share), int(_FILLED * limit)
+    if most < wanted:
+        _log.warning(
+            "memory_fraction %g of each GPU is more than the engine can have: JAX has "
+            "reserved %g of it. Set XLA_PYTHON_CLIENT_MEM_FRACTION=%g before JAX is "
+            "first used",
+            fraction,
+            share,
+            max(SERVING, share),
+        )
+    return min(wanted, most)
 
 
 def with_slots(

@@ -96,6 +96,10 @@ class ProgramCache:
                 digest.update(np.asarray(constant).tobytes())
         return f"{digest.hexdigest()[:40]}.program"
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+        return (self.folder / name).is_file()
+
     def load(self, name: str) -> jax.stages.Compiled | None:
         """The program of this name, if it is there."""
         path = self.folder / name

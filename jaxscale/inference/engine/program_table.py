@@ -160,6 +160,10 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
     ) -> None:
         """Compile programs, several at a time.
 
+        One thread traces and lowers them in their order, which is Python. Nothing of
+        `behind` is compiled before `first` is there: it would take cores, and the GPU,
+        on which XLA tries matmuls, from what is waited for.
+
         Args:
             first: Those that are waited for.
             behind: Those that go on in the background.
@@ -169,37 +173,69 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
             progress: Called after each program that is waited for, until `stop`.
         """
         self._total = len(first) + len(behind)
-        lowering = threading.Lock()  # Python, which the engine needs, too
+        python, pool = (concurrent.futures.ThreadPoolExecutor(n) for n in (1, None))
+        waited_for = threading.Event()
 
-        def one(program: Program) -> None:
+        def lower(traced: Any) -> Any:
+            with scope(), keep_modules():
+                return traced.lower()
+
+        def prepare(program: Program) -> tuple[str, Any, Any] | None:
+            """Name, trace and module; the module only if it must be compiled."""
+            if self._has_ended():
+                return None
             key, fn, shapes = program
-            if self._stopped or not threading.main_thread().is_alive():
-                return
             # The meaning of a key is in the code, on which the cache depends.
             where = [key, placement, [x.sharding for x in jax.tree.leaves(shapes)]]
             with scope():
-                with lowering:
-                    traced = fn.trace(*shapes)
-                    name = "" if cache is None else cache.name(traced, repr(where))
-                found = None if cache is None else cache.load(name)
-                if found is None:
-                    with lowering, keep_modules():
-                        lowered = traced.lower()
+                traced = fn.trace(*shapes)
+                name = "" if cache is None else cache.name(traced, repr(where))
+            cached = cache is not None and name in cache
+            return name, traced, None if cached else lower(traced)
+
+        def finish(
+            key: Key, prepared: concurrent.futures.Future[Any], *, later: bool
+        ) -> None:
+            parts = prepared.result()
+            if later:
+                waited_for.wait()
+            if parts is None or self._has_ended():
+                return
+            name, traced, lowered = parts
+            found = None
+            if lowered is None and cache is not None:
+                with scope():
+                    found = cache.load(name)
+            if found is None:
+                lowered = lowered or python.submit(lower, traced).result()
+                with scope():
                     found = lowered.compile()
-                    if cache is not None:
-                        cache.store(name, found)
+                if cache is not None:
+                    cache.store(name, found)
             self[key] = found
 
-        pool = concurrent.futures.ThreadPoolExecutor()
-        futures = [pool.submit(one, program) for program in (*first, *behind)]
+        futures = [
+            pool.submit(
+                finish, program[0], python.submit(prepare, program), later=later
+            )
+            for later, programs in ((False, first), (True, behind))
+            for program in programs
+        ]
         pool.shutdown(wait=False)
-        for future in concurrent.futures.as_completed(futures[: len(first)]):
-            future.result()
-            with self._telling:
-                if progress is not None and not self._stopped:
-                    progress()
+        try:
+            for future in concurrent.futures.as_completed(futures[: len(first)]):
+                future.result()
+                with self._telling:
+                    if progress is not None and not self._stopped:
+                        progress()
+        finally:
+            waited_for.set()
         for future in futures[len(first) :]:
             future.add_done_callback(_say_failure)
+
+    def _has_ended(self) -> bool:
+        """Whether nobody needs any more programs."""
+        return self._stopped or not threading.main_thread().is_alive()
 
     def stop(self) -> None:
         """Begin no more programs, and tell of no more."""

@@ -55,7 +55,7 @@ GPU_SIZES = Sizes(
     checked=4096,
     memory=2**30,
     transfer=2**28,
-    collectives=(2**20, 2**24, 2**28),
+    collectives=(2**20, 2**27),
 )
 CPU_SIZES = Sizes(
     product=128,

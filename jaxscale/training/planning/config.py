@@ -73,9 +73,9 @@ class PlanConfig:
     """Data type of the second moment."""
     memory_kind: Literal["device", "pinned_host"] = "device"
     """Where optimizer state is stored between steps; pinned_host is host memory."""
-    quantization: Literal["fp8", "fp8_tensorwise"] | None = None
-    """fp8 in the matmuls of the blocks, with a scale per row (fp8) or per operand;
-    None is bf16."""
+    quantization: Literal["fp8", "fp8_blockwise", "fp8_tensorwise"] | None = None
+    """fp8 in the matmuls of the blocks, with a scale per row (fp8), per block or per
+    operand; None is bf16."""
     tensor_parallel: TensorParallel | None = None
     """How tensor parallelism communicates; None is fused kernels within a host, else
     XLA."""
@@ -103,7 +103,8 @@ class PlanConfig:
         if self.tensor_parallel is not None:
             check_choice("tensor_parallel", self.tensor_parallel, ("fused", "xla"))
         if self.quantization is not None:
-            check_choice("quantization", self.quantization, ("fp8", "fp8_tensorwise"))
+            kinds = ("fp8", "fp8_blockwise", "fp8_tensorwise")
+            check_choice("quantization", self.quantization, kinds)
         for name in ("mu_dtype", "nu_dtype"):
             check_choice(name, getattr(self, name), ("float32", "bfloat16"))
         check_choice("memory_kind", self.memory_kind, ("device", "pinned_host"))

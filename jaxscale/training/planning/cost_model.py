@@ -124,7 +124,7 @@ class Layout:
     """Bytes of optimizer state per parameter."""
     memory_kind: Literal["device", "pinned_host"] = "device"
     """Where optimizer state is stored between steps."""
-    quantization: Literal["fp8", "fp8_tensorwise"] | None = None
+    quantization: Literal["fp8", "fp8_blockwise", "fp8_tensorwise"] | None = None
     """fp8 in the matmuls of the blocks, or None for bf16."""
 
     def __post_init__(self) -> None:
@@ -229,7 +229,11 @@ _ACCUMULATION, _LAYER_COPIES = 12, 4
 # Bytes read and written to round a value of an input, of a gradient and of a parameter
 # to fp8, in forward and backward pass together; and per parameter that is rounded once
 # a step for all microbatches.
-_ROUNDING = {"fp8": (5, 5, 12), "fp8_tensorwise": (7, 6, 20)}
+_ROUNDING = {
+    "fp8": (5, 5, 12),
+    "fp8_blockwise": (5, 5, 12),
+    "fp8_tensorwise": (7, 6, 20),
+}
 _ROUNDED_ONCE = 9
 
 
@@ -358,8 +362,7 @@ def _rounding(shape: Shape, layout: Layout) -> tuple[float, float]:
     if layout.quantization is None:
         return 0.0, 0.0
     inputs, gradients, parameters = _ROUNDING[layout.quantization]
-    tensorwise = layout.quantization == "fp8_tensorwise"
-    again = tensorwise and layout.fsdp > 1 and layout.zero == 3
+    again = layout.quantization != "fp8" and layout.fsdp > 1 and layout.zero == 3
     if layout.microbatches > 1 and layout.pipe == layout.tensor == 1 and not again:
         parameters = _ROUNDED_ONCE / layout.microbatches
     heads, d = shape.num_heads * shape.head_dim, shape.d_model

@@ -103,7 +103,7 @@ def test_drafts(served):
     assert results[0] == results[1]
 
 
-def test_preemption_samples_and_scores(served):
+def test_preemption_samples_and_scores(served, short_answers):
     """Pages are short, rows move, and each request goes on with its own adapter."""
     text = prompt(9)
     sizes = dataclasses.replace(served.sizes, num_pages=16)

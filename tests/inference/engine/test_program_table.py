@@ -102,6 +102,44 @@ def test_few_are_waited_for_and_do_everything(caplog):
     assert "no memory" in caplog.text
 
 
+def test_what_is_waited_for_is_compiled_by_itself():
+    """All is traced and lowered in its order, and the others compile after it."""
+    made, done = table(), []
+    together, lowered = threading.Barrier(2), threading.Event()
+
+    class Noted(Jitted):
+        def __init__(self, key):
+            self.key = key
+
+        def trace(self):
+            done.append(("trace", self.key))
+            return self
+
+        def lower(self):
+            done.append(("lower", self.key))
+            if self.key == "d":
+                lowered.set()
+            return self
+
+        def compile(self):
+            if self.key in "ab":
+                together.wait(600)
+                assert lowered.wait(600)
+            done.append(("compile", self.key))
+            return print
+
+    programs = [((key,), Noted(key), ()) for key in "abcd"]
+    options = {"scope": contextlib.nullcontext, "cache": None, "placement": ""}
+    made.compile(programs[:2], programs[2:], progress=None, **options)
+    end = time.monotonic() + 120
+    while not made.whole and time.monotonic() < end:
+        time.sleep(0.01)
+    python = [each for each in done if each[0] != "compile"]
+    assert python == [(step, key) for key in "abcd" for step in ("trace", "lower")]
+    compiled = [key for step, key in done if step == "compile"]
+    assert set(compiled[:2]) == {"a", "b"} and set(compiled[2:]) == {"c", "d"}
+
+
 def test_nothing_is_told_after_a_stop():
     made, told, now = table(), [], threading.Event()
     now.set()

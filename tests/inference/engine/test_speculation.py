@@ -183,7 +183,7 @@ def test_neighbors_change_nothing(served, plain, draft_bucket):
     run.check("late", PROMPTS["one"])
 
 
-def test_the_preempted_go_on(served, plain):
+def test_the_preempted_go_on(served, plain, short_answers):
     """Without enough pages there are no drafts. Those of drafted texts are found again.
 
     So only tokens that were right have given pages their names.

@@ -17,8 +17,10 @@ from pallas_kernels.fp8_operands import (
     quantize_gated_gradients,
     quantize_rms_norm,
     quantize_rows,
+    quantize_squares,
     reference,
     transpose,
+    transpose_blocks,
     transpose_rows,
 )
 from pallas_kernels.fp8_operands.specs import SPECS
@@ -110,9 +112,16 @@ def test_interpreted_kernels_are_the_portable_op_in_every_bit(m, k, dtype, x_dty
     assert_same(interpreted(x, dtype, through), all_of(x, dtype, "xla", through))
 
 
-def test_rows_of_any_number():
-    x = numbers(129, 1024)  # each block takes 16 rows at a time
-    with use_device(SMALL), interpret_mosaic_gpu(detect_races=True):
+@pytest.mark.parametrize(
+    ("rows", "device"),
+    [
+        (129, SMALL),  # each block takes 16 rows at a time
+        (5, dataclasses.replace(H200, num_sms=4)),  # two
+    ],
+)
+def test_rows_of_any_number(rows, device):
+    x = numbers(rows, 1024)
+    with use_device(device), interpret_mosaic_gpu(detect_races=True):
         found = quantize_rows(x, E4M3, implementation="mosaic_gpu")
         found = jax.tree.map(np.asarray, found)
     assert_same(found, quantize_rows(x, E4M3, implementation="xla"))
@@ -196,6 +205,70 @@ def test_what_is_not_finite_stays_in_its_row_as_it_is_computed(implementation):
         rows = np.isnan(found.data.astype(np.float32)).all(1)
         assert np.flatnonzero(rows).tolist() == bad
         assert np.flatnonzero(np.isnan(found.scale)).tolist() == bad
+
+
+def by_blocks(arrays, implementation):
+    """What every function of the op makes of blocks."""
+    x, up, g, weight = arrays
+    options = {"implementation": implementation}
+    gated = {"activation": "silu", "blocks": True, **options}
+    rows = quantize_rows(x, E4M3, blocks=True, **options)
+    found = (
+        rows,
+        transpose_blocks(rows.data, rows.scale, **options),
+        quantize_squares(x, E4M3, **options),
+        quantize_rms_norm(x, weight, E4M3, eps=0.5, blocks=True, **options),
+        quantize_gated(x, up, E4M3, **gated),
+        *quantize_gated_gradients(x, up, g, E5M2, **gated),
+    )
+    return jax.tree.map(np.asarray, found)
+
+
+def blocks_of(x, dtype, rows, columns):
+    """The definition: each block by itself."""
+    data, scale = (
+        np.zeros(x.shape, dtype),
+        np.zeros((-(-x.shape[0] // rows), -(-x.shape[1] // columns)), np.float32),
+    )
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            part = (
+                slice(i * rows, (i + 1) * rows),
+                slice(j * columns, (j + 1) * columns),
+            )
+            scale[i, j] = reference.scale_of(x[part], dtype)
+            data[part] = (x[part].astype(jnp.float32) / scale[i, j]).astype(dtype)
+    return data, scale
+
+
+def test_blocks_are_those_of_the_definition():
+    """In whole blocks and in parts of some."""
+    x, up, g, weight = tokens(130, 200)
+    rows, turned, squares, norm, hidden, *both = by_blocks((x, up, g, weight), "xla")
+    data, scale = blocks_of(x, E4M3, 1, 128)
+    assert_same(rows, (data, scale, None))
+    back = jnp.asarray(data.astype(np.float32) * scale.repeat(128, 1)[:, :200])
+    assert_same(turned, blocks_of(back.T, E4M3, 1, 128))
+    data, scale = blocks_of(x, E4M3, 128, 128)
+    assert_same(squares, (data, data.T, scale))
+    exact = [reference.rms_norm(x, weight, 0.5), reference.swiglu(x, up)]
+    exact += reference.swiglu_gradients(x, up, g)
+    for found, wide in zip((norm, hidden, *both), exact, strict=True):
+        data, scale = blocks_of(wide.astype(BF16), found.data.dtype, 1, 128)
+        assert_nearly_same(tuple(found), (data, scale, None))
+
+
+@pytest.mark.parametrize(("m", "k"), [(128, 1024), (256, 512)])  # 8 numbers a lane, 4
+def test_interpreted_kernels_round_blocks(m, k):
+    arrays = tokens(m, k)
+    arrays = (arrays[0].at[3, 5].set(jnp.nan).at[7].set(0), *arrays[1:])
+    with use_device(SMALL), interpret_mosaic_gpu(detect_races=True) as ran:
+        found = by_blocks(arrays, "mosaic_gpu")
+    assert ran.kernels == 6 and not ran.races_found
+    expected = by_blocks(arrays, "xla")
+    assert np.isnan(expected[0].data[3].astype(np.float32)).sum() == 128
+    assert_same(found[:3], expected[:3])
+    assert_nearly_same(found[3:], expected[3:])
 
 
 @TYPES

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.paged_attention import PagedAttentionConfig, paged_attention
+from pallas_kernels.paged_attention.config import default_split
 from pallas_kernels.paged_attention.inputs import FP8
 from pallas_kernels.paged_attention.specs import SPECS
 from tests.pallas_kernels.paged_attention.cases import (
@@ -88,7 +90,12 @@ def test_values_repeat_and_rows_do_not_mix(spec, ragged):
         np.testing.assert_array_equal(bits(again), bits(out))
     some = max(1, spec.batch // 3)
     fewer = {name: arrays[name][-some:] for name in ("q", "kv", "table", "lengths")}
-    alone, _ = kernel(**arrays | fewer, window=spec.window)
+    # Of fewer rows splits would be shorter.
+    split = default_split(
+        spec.batch, spec.num_kv_heads, spec.page, DeviceSpec.current().num_sms
+    )
+    config = PagedAttentionConfig(split=split)
+    alone, _ = kernel(**arrays | fewer, window=spec.window, config=config)
     np.testing.assert_array_equal(bits(alone), bits(out[-some:]))
 
 

@@ -12,6 +12,7 @@ import tests.pallas_kernels.paged_attention.stand_ins  # noqa: F401
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.paged_attention import PagedAttentionConfig, paged_attention
+from pallas_kernels.paged_attention.config import default_split
 from pallas_kernels.paged_attention.inputs import FP8
 from tests.interpreter import interpret_mosaic_gpu
 from tests.lowering import lower_for_cuda
@@ -94,6 +95,29 @@ CASES = {
 @pytest.mark.parametrize(("step", "config"), CASES.values(), ids=CASES)
 def test_interpreted_kernel(step, config):
     check(step, interpreted(config))
+
+
+def test_splits_are_as_long_as_rows_and_heads_allow():
+    split = functools.partial(default_split, page=64, num_sms=132)
+    assert [split(rows, 8) for rows in (1, 4, 8, 12, 16, 128)] == (
+        [512, 512, 1024, 1024, 2048, 2048]
+    )
+    assert split(32, 8, page=16) == 1024
+
+
+def test_bits_of_a_row_do_not_depend_on_its_neighbors():
+    """Splits are longer the more rows there are, real or not."""
+    step = case(
+        700, 1100, 30, num_new=(1, 1, 1), heads=(1, 1), head_dim=128, page=64,
+        pages_dtype=FP8,
+    )  # fmt: skip
+    arrays = step.arrays()
+    lengths, num_new = np.array([700, 0, 0], np.int32), np.array([1, 0, 0], np.int32)
+    alone = arrays | {"lengths": lengths, "num_new": num_new}
+    for num_sms in (7, 8):  # splits of 1,024 and 512 tokens
+        run = interpreted(num_sms=num_sms)
+        first, other = (bits(run(**x)[0])[0] for x in (arrays, alone))
+        assert (first == other).all()
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -21,7 +21,12 @@ from pallas_kernels.scaled_matmul import (
 from pallas_kernels.scaled_matmul.specs import SPECS
 from tests.interpreter import interpret_mosaic_gpu, operations
 from tests.lowering import lower_for_cuda
-from tests.pallas_kernels.scaled_matmul.test_scaled_matmul import E4M3, E5M2, operands
+from tests.pallas_kernels.scaled_matmul.test_scaled_matmul import (
+    E4M3,
+    E5M2,
+    block_operands,
+    operands,
+)
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -67,6 +72,22 @@ def test_interpreted_kernel_equals_the_reference(m, n, k, config, num_sms, types
     # Each row by itself: their sizes differ.
     error = np.abs(y.astype(np.float32) - want).max(axis=1)
     assert np.all(error < 1e-2 * np.abs(want).max(axis=1))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "config", "num_sms", "square"),
+    [
+        (131, 192, 384, SMALL, 1, True),
+        (64, 320, 384, WIDE, 1, False),  # two parts of a tile have columns of their own
+        (64, 320, 256, WIDE, 1, True),
+        (64, 256, 384, FLAT, 1, False),
+        (256, 128, 256, dataclasses.replace(SMALL, cluster="m"), 2, False),
+    ],
+)
+def test_scales_of_blocks(m, n, k, config, num_sms, square):
+    arrays = block_operands(m, n, k, (E5M2, E4M3), square=square)
+    y = interpreted(arrays, config, num_sms)
+    assert relative_error(y, reference.scaled_matmul(*arrays)) < RELATIVE[y.dtype]
 
 
 def test_sums_of_tensor_cores_are_promoted(monkeypatch):

@@ -111,3 +111,45 @@ def test_errors_say_what_to_do():
         quantize_fp8(jnp.ones(3), jnp.float8_e3m4)
     with pytest.raises(ValueError, match=r"axis 1 of x of shape \(3,\)"):
         quantize_fp8(jnp.ones(3), axis=1)
+
+
+def block_operands(m, n, k, types=(E4M3, E4M3), *, square=True):
+    """Blocks of 128 numbers of very different size, rounded: a, b and their scales."""
+    keys = jax.random.split(jax.random.key(m + n + k), 4)
+    found, scales = [], []
+    for i, (rows, dtype) in enumerate(zip((m, n), types, strict=True)):
+        tall = 128 if i == 1 and square else 1
+        shape = -(-rows // tall), -(-k // 128)
+        scale = jnp.exp2(jax.random.randint(keys[2 + i], shape, -6, 7))
+        scales.append(scale.astype(jnp.float32))
+        found.append((8 * jax.random.normal(keys[i], (rows, k))).astype(dtype))
+    return *found, *scales
+
+
+@pytest.mark.parametrize("types", [(E4M3, E4M3), (E5M2, E4M3)])
+@pytest.mark.parametrize("square", [True, False])
+def test_xla_equals_the_reference_by_blocks(types, square):
+    a, b, a_scale, b_scale = block_operands(6, 136, 200, types, square=square)
+    assert b_scale.shape == ((2 if square else 136), 2)
+    a, a_scale = a.reshape(2, 3, 200), a_scale.reshape(2, 3, 2)
+    want = np.zeros((2, 3, 136), np.float32)
+    tall = 128 if square else 1
+    for k in range(200):
+        left = np.float32(a[..., k]) * a_scale[..., k // 128]
+        right = np.float32(b[:, k]) * b_scale[np.arange(136) // tall, k // 128]
+        want += left[..., None] * np.asarray(right)
+    given = reference.scaled_matmul(a, b, a_scale, b_scale)
+    assert relative_error(given, want) < 1e-5
+    y = scaled_matmul(a, b, a_scale, b_scale, out_dtype=jnp.float32)
+    assert relative_error(y, want) < 1e-5
+
+
+def test_scales_of_blocks_are_checked():
+    a, b, a_scale, b_scale = block_operands(6, 256, 256)
+    for scales in (
+        (a_scale[:, :1], b_scale),
+        (a_scale, b_scale[0]),
+        (a_scale[0], b_scale),
+    ):
+        with pytest.raises(ValueError, match="scale has type float32 and shape"):
+            scaled_matmul(a, b, *scales)

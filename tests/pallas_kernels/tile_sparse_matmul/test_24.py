@@ -247,6 +247,29 @@ def test_kernel_compiles_for_an_h200_without_spills_or_waits(case):
     assert kernel.spilled == 0 and not compiled.serialized
 
 
+def placed_program(devices):
+    """A residual sum with a product whose columns are put in their places."""
+    where = SingleDeviceSharding(devices[0])
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=where)
+    integers = ((2, 256), (2,), (256,), (512,), (2,))
+    kept = (None, *(shape(dims, jnp.int32) for dims in integers))
+    w = TileSparse24(
+        values=shape((2, 128, 128), BF16),
+        metadata=shape((2, 2, 4, 128), jnp.int32),
+        pattern=TileSparse.tree_unflatten(((512, 512), 1, False, None), kept),
+    )
+    x = shape((4096, 512), BF16)
+    call = functools.partial(tile_sparse_matmul, implementation="mosaic_gpu")
+    return jax.jit(lambda x, w: x + call(x, w)), (x, w)
+
+
+def test_columns_are_put_in_their_places_row_by_row():
+    """Of the kernel's transpose each value would be read from a line of its own."""
+    compiled = compile_for_h200(placed_program)
+    transposes = [thunk for thunk in compiled.thunks if "transpose" in thunk]
+    assert len(transposes) == 2  # of the input, and of the packed columns
+
+
 def test_what_is_wrong_is_refused():
     rng = np.random.default_rng(0)
     dense = rng.normal(size=(64, 64)).astype(np.float32)

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import tests.pallas_kernels.fp8_operands.stand_ins  # noqa: F401  registers them
-from pallas_kernels.mosaic.lanes import POWER_OF_TWO
 from tests.interpreter import register_inline
 
 
@@ -67,12 +66,6 @@ def _search_tile(bounds, number, closure):
 def _measure_distances(values, shift):
     rows, columns = np.indices(values.shape)
     return np.abs(columns - rows + int(shift)).astype(np.float32)
-
-
-def _raise_two(values):
-    """All of them by the polynomial."""
-    whole = np.rint(values := np.maximum(values, -126))
-    return np.ldexp(np.polyval(POWER_OF_TWO, values - whole), whole.astype(int))
 
 
 def _mask_outside_band(values, *bounds, closure):
@@ -149,7 +142,6 @@ register_inline("store_sums", _store_diagonal_sums, writes=(2, 3), part=_summed_
 register_inline("next_ticket", _next_ticket, writes=(0, 1))
 register_inline("search_tile", _search_tile)
 register_inline("mask_outside_band", _mask_outside_band)
-register_inline("raise_two", _raise_two)
 register_inline("measure_distances", _measure_distances)
 register_inline("add_shared_row", _add_shared_row)
 register_inline("vote_of_warp", np.any)

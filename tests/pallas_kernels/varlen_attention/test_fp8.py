@@ -109,7 +109,7 @@ CASES = {
     "keys before the first, unmasked steps after them": (
         ([5, 70], [5, 260], 80, 270, 1, 1, 128),
         {},
-        ForwardBlocks(block_k=64, overlap=False, polynomial=2),
+        ForwardBlocks(block_k=64, overlap=False),
     ),
     "fewer keys than a step, padded heads": (
         ([3, 20], [30, 1], 40, 37, 1, 1, 72),

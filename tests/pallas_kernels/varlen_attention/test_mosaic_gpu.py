@@ -644,28 +644,57 @@ def problem_of(spec):
 
 
 def test_one_warpgroup_takes_short_sequences_and_few_tiles():
-    def consumers(seqs, length, heads=12, keys=None, window=(None, None)):
+    def blocks(seqs, length, heads=12, keys=None, groups=1, alibi=False, **options):
         problem = Problem(rows=1, queries=seqs * length, keys=seqs * (keys or length),
-                          max_seqs=seqs, heads=heads, kv_heads=heads, head_dim=64,
-                          dtype=BF16)  # fmt: skip
-        return forward_blocks(problem, H200, window=window).consumers
+                          max_seqs=seqs, heads=heads, kv_heads=heads // groups,
+                          head_dim=64, dtype=BF16)  # fmt: skip
+        return forward_blocks(problem, H200, alibi, **options)
+
+    def consumers(*shape, **options):
+        return blocks(*shape, **options).consumers
 
     assert consumers(16, 384) == 1 and consumers(16, 448) == 2
     assert consumers(1, 1024) == 1 and consumers(1, 1024, keys=16384) == 3
     assert consumers(1, 1024, heads=64) == 3  # more tiles than fit at once
     assert consumers(8, 1024, heads=64, window=(127, 0)) == 1
-    assert consumers(8, 1024, heads=64, window=(127, 1)) == 3
+    assert consumers(8, 1024, heads=64, window=(64, 64)) == 1
+    assert consumers(8, 1024, heads=64, window=(128, 1)) == 3
     assert consumers(8, 1024, heads=64, window=(1023, 0)) == 3
     assert consumers(8, 1024, heads=64, window=(None, 0)) == 3
     assert consumers(1024, 8) == 2  # too many to search through
+    grouped = {"heads": 64, "groups": 8, "window": (127, 0)}
+    for length, options, heads in (
+        (1024, {}, 4),
+        (384, {}, 1),
+        (1024, {"alibi": True}, 1),
+        (1024, {"groups": 2}, 1),
+        (1024, {"window": (None, 0)}, 1),
+    ):
+        assert blocks(8, length, **grouped | options).heads == heads
+
+
+def test_steps_of_8_bits_are_long_where_all_but_the_last_are_whole():
+    def block_k(length, head_dim=128, window=(None, None)):
+        problem = Problem(rows=1, queries=4 * length, keys=4 * length, max_seqs=4,
+                          heads=16, kv_heads=16, head_dim=head_dim,
+                          dtype=jnp.dtype(jnp.float8_e4m3fn))  # fmt: skip
+        blocks = forward_blocks(problem, H200, window=window)
+        check_smem(forward_smem(problem, blocks), H200, "8 bits")
+        return blocks.block_k
+
+    assert block_k(2048) == 192 and block_k(2047) == 128
+    assert block_k(4096, window=(None, 0)) == block_k(4096, 64) == 128
+    assert block_k(4096, 256) == 64
 
 
 def test_one_warpgroup_takes_gradients_of_short_sequences_and_few_tiles():
-    def consumers(seqs, length, heads=12, keys=None, alibi=False, head_dim=64):
+    def consumers(
+        seqs, length, heads=12, keys=None, alibi=False, head_dim=64, **options
+    ):
         problem = Problem(rows=1, queries=seqs * length, keys=seqs * (keys or length),
                           max_seqs=seqs, heads=heads, kv_heads=12, head_dim=head_dim,
                           dtype=BF16)  # fmt: skip
-        return backward_blocks(problem, H200, alibi).consumers
+        return backward_blocks(problem, H200, alibi, **options).consumers
 
     assert consumers(64, 256) == 1 and consumers(64, 257) == 2
     assert consumers(64, 256, alibi=True) == consumers(64, 256, head_dim=128) == 2
@@ -673,6 +702,11 @@ def test_one_warpgroup_takes_gradients_of_short_sequences_and_few_tiles():
     assert consumers(1, 1024) == 1 and consumers(1, 1088) == 2
     assert consumers(1, 512, heads=24) == 1 and consumers(1, 640, heads=24) == 2
     assert consumers(1024, 8) == 2  # too many to search through
+    assert consumers(64, 1024, window=(64, 64)) == 1
+    assert consumers(64, 1024, window=(64, 65)) == 2
+    assert consumers(64, 1024, window=(None, 0)) == 2
+    assert consumers(64, 1024, window=(64, 64), alibi=True) == 2
+    assert consumers(64, 1024, window=(64, 64), head_dim=128) == 2
 
 
 def test_shared_memory_suffices_for_every_spec():

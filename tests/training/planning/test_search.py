@@ -33,6 +33,9 @@ from tests.compiled import compile_for_h200
 from tests.training.planning import planned_memory, planned_step
 
 
+ROOT = Path(__file__).parents[3]
+
+
 # --- What is known --------------------------------------------------------------------
 
 
@@ -108,7 +111,7 @@ def test_the_docs_say_what_each_step_of_the_ablation_gains():
         for number in (lambda row: row.known, lambda row: row.predicted)
     )
     expected = [x for pair in zip(found, said, strict=True) for x in pair]
-    text = (Path(__file__).parents[3] / "docs" / "scaling-measured.md").read_text()
+    text = ROOT.joinpath("docs", "scaling-measured.md").read_text()
     written = re.findall(r"^  \| .*? \| ([+-].*)% \| (.*)% \|$", text, re.M)
     written = [float(x) for x in itertools.chain(*written)]
     assert written == expected and len(expected) == 12
@@ -167,6 +170,15 @@ def test_the_table_of_known_rows_is_printed(capsys):
     out = capsys.readouterr().out
     assert f"held out: {known.errors(held_out())}" in out
     assert "H100  llama3_8b_fsdp4, jaxscale" in out
+    # The pages have the same figures.
+    errors = [abs(row.error) for row in held_out()]
+    mean, worst = statistics.mean(errors), max(errors)
+    model, layout = (
+        " ".join(ROOT.joinpath("docs", f"{name}.md").read_text().split())
+        for name in ("layout-model", "layout")
+    )
+    assert f"({len(errors)} rows) | {mean:.1%} | {worst:.1%} |" in model
+    assert f"the mean error is {mean:.1%}, the worst {worst:.1%}" in layout
 
 
 # --- The model ------------------------------------------------------------------------

@@ -47,8 +47,12 @@ class PageTables:
             found: The result of `find` for it.
             alone: No other running sequence will need pages too.
         """
-        needed = self._size(c) - len(found) + self.pool.num_unheld(found)
-        return needed - self.pool.num_available + (0 if alone else self._watermark)
+        reserved = 0 if alone else self._watermark
+        return self.adds(c, found) - self.pool.num_available + reserved
+
+    def adds(self, c: Sequence, found: abc.Sequence[int]) -> int:
+        """Number of pages that `admit` makes unavailable."""
+        return self.size(c) - len(found) + self.pool.num_unheld(found)
 
     def gains(
         self, others: Iterable[Sequence], found: abc.Sequence[int]
@@ -68,11 +72,11 @@ class PageTables:
     def admit(self, c: Sequence, found: list[int]) -> None:
         """Hold the found pages, and allocate the rest for its tokens and a step."""
         self.pool.hold(found)
-        c.pages = found + self.pool.allocate(self._size(c) - len(found))
+        c.pages = found + self.pool.allocate(self.size(c) - len(found))
         c.kv = len(found) * self._config.page_size
         c.named = len(found)
 
-    def _size(self, c: Sequence) -> int:
+    def size(self, c: Sequence) -> int:
         """Number of pages of an admitted sequence."""
         reach = min(len(c.tokens) + 1 + self._config.drafts, c.limit - 1)
         return self.pool.pages_for(max(reach, len(c.tokens)))

@@ -15,6 +15,12 @@ from jaxscale.inference.engine.scheduling.batch_rows import (
     RowUpdates,
 )
 from jaxscale.inference.engine.scheduling.block_pool import BlockPool
+from jaxscale.inference.engine.scheduling.page_forecast import (
+    AnswerLengths,
+    PageForecast,
+    forecast,
+    growth,
+)
 from jaxscale.inference.engine.scheduling.page_tables import PageTables
 from jaxscale.inference.engine.scheduling.request_table import RequestTable
 from jaxscale.inference.engine.scheduling.scheduler_config import SchedulerConfig
@@ -72,6 +78,9 @@ class Scheduler:
         self._prefilling: list[Sequence] = []
         self._slots = BatchRows[Sequence](config.batches, self._moved)
         self._tables = PageTables(config)
+        self._lengths = AnswerLengths()
+        self._refused: tuple[Sequence, int] | None = None  # with `_changes` of then
+        self._changes = 0  # of who holds pages
         self._updates = RowUpdates(self._slots)
         self._events: list[SchedulerEvent] = []
         self._sampled: list[Sequence] = []  # rows of this tick, by the full sampler
@@ -189,6 +198,8 @@ class Scheduler:
         elif not self._requests.is_held(c):
             self._waiting.leave(c)
         c.state, c.finish = SequenceStatus.ENDED, reason
+        if reason in ("stop", "length") and c.admitted:
+            self._lengths.ended(c)
         event = SchedulerEvent(kind="ended", sequence=c, time=now, finish=reason)
         self._events.append(event)
         self._requests.close(c, reason)
@@ -289,11 +300,17 @@ class Scheduler:
     def _admit(self, now: float) -> list[Sequence]:
         """Admit sequences from the waiting queue, while there are enough pages.
 
+        A new one waits while those that run are expected to need them: a sequence that
+        is preempted is computed again, its answer token by token.
+
         Returns:
             The sequences whose prompts need no prefill.
         """
-        ready = []
+        ready: list[Sequence] = []
+        expected, level = None, 0
         while (c := self._waiting.peek()) is not None:
+            if self._refused == (c, self._changes):
+                break  # who runs takes what was expected
             room = choose_yielding(
                 c,
                 self._preemptible(),
@@ -304,12 +321,23 @@ class Scheduler:
             if room is None:
                 break
             found, yielding = room
+            if expected is None or level != c.order[0]:
+                level = c.order[0]
+                expected = self._forecast(level)
+            held, page_size = self._tables.size(c), self.config.page_size
+            added = self._tables.adds(c, found)
+            size = added, *growth(c, held, self._lengths, page_size)
+            if not expected.fits(*size):
+                self._refused = c, self._changes
+                break
+            expected.add(*size)
             for other in yielding:
                 self._preempt(other, now)
             self._waiting.leave(c)
             self._tables.admit(c, found)
             c.state = SequenceStatus.PREFILL
             self._num_running += 1
+            self._changes += 1
             self._count_admission(c, now)
             if c.kv >= c.target:
                 ready.append(c)
@@ -318,6 +346,9 @@ class Scheduler:
             if c.index == 0 and not self._tables.sharable(c):
                 self._let_others_go(c)
         return ready
+
+    def _forecast(self, level: int) -> PageForecast:
+        return forecast(self._preemptible(), self._lengths, self.pool, level)
 
     def _count_admission(self, c: Sequence, now: float) -> None:
         self._events.append(
@@ -342,6 +373,7 @@ class Scheduler:
             c.slot = None
         self._tables.release(c, keep=keep)
         self._num_running -= 1
+        self._changes += 1
 
     def _place(
         self, ready: list[Sequence], chosen: list[tuple[Sequence, int]]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.inference.engine.scheduling.batch_rows import OutFlag
+from jaxscale.inference.engine.scheduling.page_forecast import PageForecast
 from jaxscale.inference.engine.scheduling.scheduler import Scheduler
 from jaxscale.inference.engine.scheduling.scheduler_config import (
     SchedulerConfig,
@@ -175,9 +176,10 @@ def params(rng):
     cache=st.booleans(),
     trouble=st.floats(0, 0.2),
     mixes=st.sampled_from((0, 0.5, 1)),
+    share=st.sampled_from((0.0, 0.5, None)),
 )
 def test_everything_is_answered_as_if_alone(
-    seed, lag, pages, steps, drafts, cache, trouble, mixes
+    seed, lag, pages, steps, drafts, cache, trouble, mixes, share
 ):
     """Whatever joins, leaves, is aborted, expires or is preempted."""
     rng = random.Random(seed)
@@ -194,6 +196,8 @@ def test_everything_is_answered_as_if_alone(
         seed,
     )
     scheduler = server.scheduler
+    if share is not None:  # of their tokens that answers are expected to take
+        scheduler._lengths.left = lambda c: share * (c.limit - len(c.tokens))
     # At first only two may run, as where larger programs are not compiled yet.
     scheduler.max_running = 2
     server.hints = lambda: {
@@ -283,6 +287,16 @@ def test_long_prompts_beside_many_that_decode():
 
 
 def test_eight_pages_and_64_requests():
+    """Nobody is preempted where answers are as long as those before."""
+    server = Server(config(num_pages=8, num_slots=64, max_waiting=64))
+    server.add(*requests(64, length=9, most=20))
+    server.run()
+    server.check_solo()
+    assert server.scheduler.counts.finished == 64
+    assert server.scheduler.counts.preempted == 0
+
+
+def test_eight_pages_and_64_requests_that_are_longer_than_expected(short_answers):
     server = Server(config(num_pages=8, num_slots=64, max_waiting=64))
     server.add(*requests(64, length=9, most=20))
     server.run()
@@ -291,7 +305,54 @@ def test_eight_pages_and_64_requests():
     assert server.scheduler.counts.preempted > 0
 
 
-def test_the_newest_of_the_lowest_priority_is_preempted():
+@pytest.mark.parametrize("room", [12, 13, 14])
+def test_a_forecast_is_the_most_that_are_ever_held(room):
+    """Against all steps; a page more every 4."""
+    rng = random.Random(room)
+    for _ in range(200):
+        held = [(rng.randint(1, 4), 4 * rng.randint(0, 6)) for _ in range(3)]
+        forecast = PageForecast(room, page_size=4)
+        for pages, left in held[:2]:
+            forecast.add(pages, left // 4, left)
+        most = max(
+            sum(pages + step / 4 for pages, left in held if left >= step)
+            for step in range(25)
+        )
+        pages, left = held[2]
+        assert forecast.fits(pages, left // 4, left) == (most <= room)
+
+
+def test_nobody_waits_where_there_are_pages_for_all_that_all_slots_may_have():
+    server = Server(config(num_pages=8 * 10))
+    server.add(*requests(8, length=9, most=31))
+    server.tick(), server.tick(), server.tick(), server.tick(), server.tick()
+    assert server.scheduler.num_running == 8
+    server.run()
+    assert server.scheduler.counts.preempted == 0
+
+
+def test_who_ends_early_makes_room_for_more():
+    """From the second load on; one that takes all is served as if none had been."""
+    server = Server(config(num_pages=40, watermark=0.0), lag=0)
+    most = []
+    for stops in ((), range(VOCAB), ()):
+        server.add(
+            *(
+                dataclasses.replace(
+                    each, params=params_of(30, stop_token_ids=list(stops))
+                )
+                for each in requests(9, length=4, client=str(len(most)))
+            )
+        )
+        most.append(0)
+        while not server.scheduler.idle:
+            server.tick()
+            most[-1] = max(most[-1], server.scheduler.num_running)
+    assert most[0] == 4 and most[2] > 4
+    server.check_solo()
+
+
+def test_the_newest_of_the_lowest_priority_is_preempted(short_answers):
     server = Server(config(num_pages=8, watermark=0.0))
     for i, priority in enumerate((0, 1, 0, 1)):
         request = requests(i + 1, length=7, most=20)[i]
@@ -356,7 +417,7 @@ def test_nobody_is_preempted_in_vain():
     server.check_solo()
 
 
-def test_pages_that_those_who_yield_share():
+def test_pages_that_those_who_yield_share(short_answers):
     """They become free when the last one has yielded; those found are held again."""
     server = Server(config(num_pages=12, watermark=0.0, num_slots=8, eos_ids=()))
     stem = list(range(16))
@@ -565,7 +626,7 @@ def test_batch_sizes_leave_few_rows_empty():
 
 
 def test_rows_move_up_when_a_smaller_batch_is_enough_twice():
-    server = Server(config(num_pages=64, max_len=100), lag=0)
+    server = Server(config(num_pages=160, max_len=100), lag=0)
     server.add(*(r for r in requests(4, length=4, most=50)))
     server.add(*requests(4, length=4, most=80, client="z"))
     while len(server.received) < 8:
@@ -614,7 +675,7 @@ def test_nothing_is_dispatched_in_vain(lag):
     server.run()
 
 
-def test_the_preempted_come_back_before_others_come():
+def test_the_preempted_come_back_before_others_come(short_answers):
     server = Server(config(num_pages=8, watermark=0.0))
     server.add(*requests(3, length=10, most=18))
     while not server.scheduler.counts.preempted:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxscale.inference.engine.scheduling.page_forecast import AnswerLengths
 from tests.inference.conftest import SIZES
 from tests.inference.soak import Soak
 from tests.inference.typical import REQUESTS, alone, prompt
@@ -16,6 +17,14 @@ from tests.inference.typical import REQUESTS, alone, prompt
 @pytest.fixture(scope="module")
 def expected(llama):
     return alone(llama, REQUESTS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_answers():
+    """As the fixture of this name, for all tests here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AnswerLengths, "left", lambda *_: 0.0)
+        yield
 
 
 def check_bits(run, name, which, expected):
