@@ -13,8 +13,8 @@ sequences in the same order; what differs is
 
 of what MegaScale changes in the algorithm, and
 
-- ``bf16``, ``fp8``, ``fp8_tensorwise``: `serial` with matmuls in bf16, and in fp8 with
-  a scale for each row or for each operand;
+- ``bf16``, ``fp8``, ``fp8_blockwise``, ``fp8_tensorwise``: `serial` with matmuls in
+  bf16, and in fp8 with a scale for each row, each block or each operand;
 - ``fp32``: the control, by which bf16 is as far off as trainings are that differ in
   roundings alone
 
@@ -59,7 +59,7 @@ ALGORITHMS = (
     "lamb_4x",
     "adamw_4x",
 )
-PRECISIONS = ("bf16", "fp32", "fp8", "fp8_tensorwise")
+PRECISIONS = ("bf16", "fp32", "fp8", "fp8_blockwise", "fp8_tensorwise")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +151,7 @@ ARMS = {
     "bf16": Arm(dtype=jnp.bfloat16),
     "fp32": Arm(dtype=jnp.float32),
     "fp8": Arm(dtype=jnp.bfloat16, quantization="fp8"),
+    "fp8_blockwise": Arm(dtype=jnp.bfloat16, quantization="fp8_blockwise"),
     "fp8_tensorwise": Arm(dtype=jnp.bfloat16, quantization="fp8_tensorwise"),
 }
 

@@ -14,8 +14,9 @@ per parameter and token plus attention, the whole matrix (`mfu_full`) or the cau
 - ``jaxscale_overlap``: ``jaxscale`` with XLA's flags of the preset `overlap`.
 - ``jaxscale_scan``: one layer compiled and looped over, which keeps the results of
   matmuls and attention and recomputes the rest.
-- ``jaxscale_fp8``, ``jaxscale_fp8_tensorwise``: ``jaxscale`` with matmuls in fp8 in
-  the linear layers of the blocks, with a scale for each row or each operand. Their
+- ``jaxscale_fp8``, ``jaxscale_fp8_blockwise``, ``jaxscale_fp8_tensorwise``:
+  ``jaxscale`` with matmuls in fp8 in the linear layers of the blocks, with a scale for
+  each row, each block (1 x 128, weights 128 x 128) or each operand. Their
   `mfu_full` and `mfu_causal` are over the peak of bf16 like all others; `mfu_fp8_full`
   and `mfu_fp8_causal` are the time that the data sheet asks for, over that of the step:
   these matmuls at twice the peak of bf16, attention and output projection at once.
@@ -28,7 +29,9 @@ per parameter and token plus attention, the whole matrix (`mfu_full`) or the cau
   forward and backward pass (reduce-overhead).
 - ``torch_float8``, ``torch_float8_tensorwise``: ``torch_compile`` with the linear
   layers of the blocks in torchao's float8, where it is installed; the latter gathers
-  weights in 8 bits.
+  weights in 8 bits. What they need of torchao is Python alone: its wheel (1.4 MB, no
+  dependencies) on `PYTHONPATH` will do, as
+  ``PYTHONPATH=torchao-0.18.0-py3-none-any.whl python -m benchmarks.training``.
 
 Losses of the first `PARITY_STEPS` steps are compared: with plain JAX, or else PyTorch,
 or else ours in another way, on the same workload in the same command, whatever the
@@ -123,6 +126,7 @@ REFERENCES = (
     "jaxscale_scan",
     "jaxscale",
     "jaxscale_fp8",
+    "jaxscale_fp8_blockwise",
     "jaxscale_fp8_tensorwise",
     "torch_float8",
     "torch_float8_tensorwise",
@@ -421,6 +425,9 @@ BENCHMARK = Benchmark(
         ),
         "jaxscale_overlap": _implementation("jaxscale_overlap", xla_flags="overlap"),
         "jaxscale_fp8": _implementation("jaxscale_fp8", quantization="fp8"),
+        "jaxscale_fp8_blockwise": _implementation(
+            "jaxscale_fp8_blockwise", quantization="fp8_blockwise"
+        ),
         "jaxscale_fp8_tensorwise": _implementation(
             "jaxscale_fp8_tensorwise", quantization="fp8_tensorwise"
         ),

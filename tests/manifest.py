@@ -50,7 +50,9 @@ from pallas_kernels.fp8_operands import (
     quantize_gated_gradients,
     quantize_rms_norm,
     quantize_rows,
+    quantize_squares,
     transpose,
+    transpose_blocks,
     transpose_rows,
 )
 from pallas_kernels.fp8_operands.specs import SPECS as FP8_OPERANDS
@@ -320,6 +322,14 @@ def scaled_matmul_cases() -> Iterator[Case]:
         ]
         scales = [array(*([n] if spec.by_row else []), dtype=FP32) for n in rows]
         yield Case(spec.name, run, (*operands, *scales))
+    shapes = {  # the second operand by squares, as a weight is, and by rows
+        "llama3_8b_down_blocks": (8192, 4096, 14336, 4096 // 128),
+        "llama3_8b_up_dw_blocks": (4096, 14336, 8192, 14336),
+    }
+    for name, (m, n, k, b_scales) in shapes.items():
+        arrays = [array(size, k, dtype="float8_e4m3fn") for size in (m, n)]
+        scales = [array(size, k // 128, dtype=FP32) for size in (m, b_scales)]
+        yield Case(name, run, (*arrays, *scales))
 
 
 def fp8_operand_cases() -> Iterator[Case]:
@@ -357,6 +367,23 @@ def fp8_operand_cases() -> Iterator[Case]:
             yield Case(f"{spec.name}_gated", gated, (x, x, x))
         elif "hidden" in spec.name:
             yield Case(f"{spec.name}_norm", norm, (x, array(spec.k, dtype=FP32)))
+
+    def blocks(x, up, g, weight, w):
+        e4m3, e5m2, more = "float8_e4m3fn", "float8_e5m2", {"blocks": True, **options}
+        gated = {"activation": "silu", **more}
+        rows = quantize_rows(x, e4m3, **more)
+        return (
+            rows,
+            transpose_blocks(rows.data, rows.scale, **options),
+            quantize_squares(w, e4m3, through=BF16, **options),
+            quantize_rms_norm(x, weight, e4m3, eps=1e-5, **more),
+            quantize_gated(x, up, e4m3, **gated),
+            quantize_gated_gradients(x, up, g, e5m2, **gated),
+        )
+
+    for k in (3584, 4096):  # 4 and 8 numbers of a block in each lane
+        x, weight, w = array(8192, k), array(k, dtype=FP32), array(4096, k, dtype=FP32)
+        yield Case(f"blocks_{k}", blocks, (x, x, x, weight, w))
 
 
 def layer_norm_cases() -> Iterator[Case]:

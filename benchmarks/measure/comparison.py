@@ -37,6 +37,7 @@ OURS = (
     "jaxscale_xla",
     "jaxscale_overlap",
     "jaxscale_fp8",
+    "jaxscale_fp8_blockwise",
     "jaxscale_fp8_tensorwise",
     "tile_wise",
     "tew",

@@ -34,6 +34,7 @@ OURS: dict[str, dict[str, Any]] = {
     "jaxscale_xla": {"tensor_parallel": "xla"},
     "jaxscale_scan": {"remat": "attention"},
     "jaxscale_fp8": {"quantization": "fp8"},
+    "jaxscale_fp8_blockwise": {"quantization": "fp8_blockwise"},
     "jaxscale_fp8_tensorwise": {"quantization": "fp8_tensorwise"},
 }
 """Implementations of `benchmarks.training`, and what they change."""

@@ -126,7 +126,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (
         "training",
         "training --case llama_1b_2k llama_1b_4k llama3_8b_bf16_moments "
-        "--impl jaxscale jaxscale_fp8 jaxscale_fp8_tensorwise --samples 10",
+        "--impl jaxscale jaxscale_fp8 jaxscale_fp8_blockwise jaxscale_fp8_tensorwise "
+        "--samples 10",
     ),
     ("training", f"training --case llama3_8b_*4* {_TRAINING}"),
     ("training", "training --case ablation_* --impl jaxscale --samples 10"),

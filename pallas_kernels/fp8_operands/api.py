@@ -36,7 +36,7 @@ class QuantizedRows(NamedTuple):
     scale: Array
     """[M], fp32 powers of two; by blocks [M,K/128], rounded up: one for each 128
     numbers of a row."""
-    largest: Array | None
+    largest: Any
     """[K], fp32: the largest magnitude of each column before it was rounded, from which
     `power_of_two_scale` makes the scales of the transposed matrix. By blocks None."""
 
@@ -230,7 +230,9 @@ def quantize_gated_gradients(
     call = _Call.of(implementation, dtype, **more)
     first, second, scale, *largest = _quantize_gated_gradients((gate, up, g), call)
     if blocks:
-        return QuantizedRows(first, scale, None), QuantizedRows(second, *largest, None)
+        return QuantizedRows(first, scale, None), QuantizedRows(
+            second, largest[0], None
+        )
     return (
         QuantizedRows(first, scale, largest[0]),
         QuantizedRows(second, scale, largest[1]),
@@ -323,8 +325,8 @@ def transpose_blocks(
     expected = data.shape[0], -(-data.shape[1] // BLOCK)
     if scale.shape != expected or scale.dtype != jnp.float32:
         raise ValueError(
-            f"scale has type {scale.dtype} and shape {scale.shape}, expected float32 "
-            f"and {expected}, one for {BLOCK} numbers of a row of data"
+            f"scale has type {scale.dtype} and shape {scale.shape}, expected float32"
+            f" and {expected}, one for {BLOCK} numbers of a row of data"
         )
     return _transpose_blocks((data, scale), _Call.of(implementation))
 

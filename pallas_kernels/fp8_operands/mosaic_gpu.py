@@ -212,7 +212,7 @@ def quantize_gated_gradients(
     width, layout = _row_layout(k, through)
     lines = k // width
     turns = pl.cdiv(m, 2 * device.num_sms)
-    blocks = pl.cdiv(m, turns)
+    count = pl.cdiv(m, turns)
     parts = _parts(lines, width)
 
     def body(*refs: Ref, held: Ref) -> None:
@@ -225,7 +225,7 @@ def quantize_gated_gradients(
         block = lax.axis_index("block")
 
         def turn(i: Any, largest: Any) -> Any:
-            row = jnp.minimum(i * blocks + block, m - 1)
+            row = jnp.minimum(i * count + block, m - 1)
             seen: list[Any] = []
             most: dict[int, Any] = {}  # of parts of each size
             for part, before in zip(parts, largest, strict=True):
@@ -263,7 +263,7 @@ def quantize_gated_gradients(
                 ref[block, part] = x
 
     data = jax.ShapeDtypeStruct((m, lines, width), dtype)
-    largest = jax.ShapeDtypeStruct((blocks, lines, width), through)
+    largest = jax.ShapeDtypeStruct((count, lines, width), through)
     *both, scale, first, second = plgpu.kernel(
         body,
         out_type=(
@@ -274,7 +274,7 @@ def quantize_gated_gradients(
             largest,
         ),
         scratch_types={"held": plgpu.SMEM((2, lines, width), through)},
-        grid=(blocks,),
+        grid=(count,),
         grid_names=("block",),
         kernel_name="quantize_gated_gradients",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),

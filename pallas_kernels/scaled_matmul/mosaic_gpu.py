@@ -412,6 +412,7 @@ def scaled_matmul(
         refs = a_scale_ref, b_scale_ref
 
         def consume(m, n, slot, consumer):
+            how: Any
             if isinstance(scales, BlockScales):
                 how = {"weigh": scales.weigh(*refs, m, n, consumer)}
             else:

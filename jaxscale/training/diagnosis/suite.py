@@ -28,6 +28,9 @@ _MODULE = "jaxscale.training.diagnosis.device_checks"
 _DEVIATIONS = 5.0  # of the others from their median, which are usual
 _LINKS = ("from the host", "to the host", "pairs", "neighbors")
 _WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}  # it may take down a host's links
+# Matmuls are cuBLAS's, whose candidates are few and compiled. And a process tunes its
+# own, or one that hangs would hold up the others.
+_FLAGS = ("--xla_gpu_enable_triton_gemm=false", "--xla_gpu_shard_autotuning=false")
 _EXPECTED = {
     "matmul bfloat16": "matmul",
     "matmul float32": "fp32",
@@ -242,6 +245,7 @@ class _Watched:
                 text=True,
                 env=os.environ
                 | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+                | {"XLA_FLAGS": " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])}
                 | _WITHOUT_MULTICAST,
             )
             lines: queue.Queue[str | None] = queue.Queue()

@@ -68,7 +68,7 @@ def test_metrics_stand_beside_the_times(results, monkeypatch):
     shown = headline(cases=("a",), metric="gain", baselines="dense")
     monkeypatch.setattr(headlines, "HEADLINES", (shown,))
     text = headlines.markdown(results, "")
-    assert "| 100 us, -0.25 | 110 us (dense, cuBLAS), -0.25 | 1.10 |" in text
+    assert "| 100 us, -0.250 | 110 us (dense, cuBLAS), -0.250 | 1.10 |" in text
 
 
 def test_the_fastest_point_that_loses_little_is_chosen(results, monkeypatch):
@@ -89,7 +89,7 @@ def test_the_fastest_point_that_loses_little_is_chosen(results, monkeypatch):
     )
     monkeypatch.setattr(headlines, "HEADLINES", (shown,))
     text = headlines.markdown(results, "")
-    assert "| 25% by tw24 | 1 x H200 | 45 us, 1.04 | 100 us" in text
+    assert "| 25% by tw24 | 1 x H200 | 45 us, 1.040 | 100 us" in text
     monkeypatch.setattr(
         headlines, "HEADLINES", (dataclasses.replace(shown, most_lost=0.01),)
     )

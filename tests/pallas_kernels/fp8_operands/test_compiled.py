@@ -10,6 +10,15 @@ from tests.registers import kernels
 CASES = {case.name: case for case in manifest.fp8_operand_cases()}
 
 
+@pytest.mark.parametrize("name", ["blocks_3584", "blocks_4096"])
+def test_kernels_of_blocks_spill_nothing(name):
+    found = compile_for_h200(kernels, "fp8_operands", name)
+    assert len(found.kernels) == 6
+    assert {k.spilled for k in found.kernels} == {0}
+    # Scales of blocks are transposed, and nothing larger is written.
+    assert sum(w.size for w in found.written(1)) < 0.2 * 8192 * 4096
+
+
 @pytest.mark.parametrize(
     ("name", "names"),
     [

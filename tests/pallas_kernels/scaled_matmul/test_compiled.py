@@ -18,6 +18,8 @@ CASES = {case.name: case for case in manifest.scaled_matmul_cases()}
         "llama3_8b_qkv_dx_m8192",
         "llama3_70b_qkv_tp4_m2048",
         "llama3_8b_out_m512",
+        "llama3_8b_down_blocks",
+        "llama3_8b_up_dw_blocks",
     ],
 )
 def test_nothing_is_spilled_and_no_operand_is_written(name):

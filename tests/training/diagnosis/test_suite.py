@@ -294,6 +294,17 @@ def test_what_cannot_begin_or_end(tmp_path):
     assert json.loads(json.dumps(found.to_json()))["measurements"][0]["value"] == 1.0
 
 
+def test_little_is_tuned_and_flags_of_the_user_count(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
+    said = """
+    say(measured={"name": os.environ["XLA_FLAGS"], "devices": []})
+    say(end=0)
+"""
+    (found,) = diagnose(command=child(tmp_path, said)).measurements
+    *flags, last = found.name.split()
+    assert "--xla_gpu_enable_triton_gemm=false" in flags and last == "--mine"
+
+
 @pytest.mark.slow
 def test_two_processes_check_together():
     coordinator = f"127.0.0.1:{free_port()}"

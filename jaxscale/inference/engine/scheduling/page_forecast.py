@@ -6,8 +6,6 @@ Legend: G tokens of a page.
 import math
 from collections.abc import Iterable
 
-import numpy as np
-
 from jaxscale.inference.engine.scheduling.block_pool import BlockPool
 from jaxscale.inference.engine.scheduling.sequence import Sequence
 
@@ -93,11 +91,13 @@ class PageForecast:
         """Whether there is room for another one; alone it has all that there is."""
         if not self._pages or self._all + pages + more <= self._room:
             return True  # even if none ended before the others
-        steps = np.array([*self._left, left])
-        longest = np.argsort(-steps)
-        held = np.array([*self._pages, pages])[longest].cumsum()
-        grown = steps[longest] / self._size * np.arange(1, len(steps) + 1)
-        return float((held + grown).max()) <= self._room
+        both = zip((*self._left, left), (*self._pages, pages), strict=True)
+        held = 0
+        for count, (steps, its) in enumerate(sorted(both, reverse=True), start=1):
+            held += its
+            if held + count * steps / self._size > self._room:
+                return False
+        return True
 
 
 def growth(
