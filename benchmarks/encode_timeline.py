@@ -85,7 +85,7 @@ class MarkedEncoder(Encoder):
     def _launch(self, *args: Any) -> Any:
         launched = super()._launch(*args)
         self._mark("call")
-        launched.result.block_until_ready()
+        launched.result.read([len(row) for row in launched.rows])
         self._mark("wait")
         return launched
 

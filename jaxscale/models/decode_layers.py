@@ -35,6 +35,20 @@ from pallas_kernels.decode_layer import (
 
 _log = logging.getLogger(__name__)
 
+MOST_ROWS = 32
+"""Rows up to which the kernel decodes by itself: a token of LLaMA 3 8B took less time
+with it on an H200 with 1 and with 32 rows. Tokens of more have not been timed."""
+
+
+def faster(rows: int) -> str | None:
+    """The implementation that decodes so many rows in less time than blocks do.
+
+    Example:
+        >>> faster(32), faster(64)
+        ('mosaic_gpu', None)
+    """
+    return "mosaic_gpu" if rows <= MOST_ROWS else None
+
 
 def runs(
     blocks: Any,

@@ -72,11 +72,11 @@ class Decoder(Pretrained, nnx.Module):
 
     adapters: Any = None
     """A `jaxscale.models.adapters.AdapterStack`, for inference."""
-    decode_layer: str | None = None
+    decode_layer: str | None = "auto"
     """Implementation of `pallas_kernels.decode_layer.decode_layer` with which few
     requests decode, ``"mosaic_gpu"`` or ``"xla"``, where the layers allow it; None runs
-    block by block. Set it on a model that `for_inference` returned. Experimental: on a
-    GPU the kernel has run alone, not yet in whole decode steps.
+    block by block. ``"auto"`` is the kernel for as many rows as it is faster with. Set
+    it on a model that `for_inference` returned.
     """
 
     @explain_keywords
@@ -357,6 +357,8 @@ class Decoder(Pretrained, nnx.Module):
         if variants is None:
             variants = [self.config.attention(i) for i in range(self.config.num_layers)]
         name = self.decode_layer if whole else None
+        if name == "auto":
+            name = decode_layers.faster(len(x))
         if name and decode_layers.runs(blocks, x, state, variants, name):
             return decode_layers.run(blocks, x, state, variants, name)
         return run_stack(

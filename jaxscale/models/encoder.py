@@ -318,6 +318,8 @@ class EncoderModel(Pretrained, nnx.Module):
         token_types: Int[Array, "*B T"] | None = None,
         positions: Int[Array, "*B T"] | None = None,
         checked: bool = False,
+        layers: range | None = None,
+        given: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "*B T D"]:
         """The activations of the last layer.
 
@@ -332,6 +334,9 @@ class EncoderModel(Pretrained, nnx.Module):
                 None.
             checked: All ids, types and positions are known to be in their tables, which
                 saves some kernels.
+            layers: Which layers to run, of packed rows, so that several programs can
+                share a pass; None is all. Returned are the activations behind them.
+            given: The activations behind those before, if they are not the first.
 
         Raises:
             ValueError: `cu_seqlens` that are not traced do not fit the rows, a row is
@@ -371,26 +376,32 @@ class EncoderModel(Pretrained, nnx.Module):
             x = jax.lax.optimization_barrier(x)
         x = self.embed_norm(x)
         x = embedded = x if self.embed_out is None else self.embed_out(x)
-        variants = [config.attention(layer) for layer in range(config.num_layers)]
+        run = range(config.num_layers) if layers is None else layers
         if self.first is not None:
-            x, _ = self.first(x, state.at(0, variants.pop(0)))
+            x, _ = self.first(x, state.at(0, config.attention(0)))
         if self.convolution is not None and self.convolution_norm is not None:
             # Counted from the start of each sequence, whatever `positions` say.
             places = token_positions(tokens.shape, cu_seqlens, rules)
             x = self.convolution_norm(x + self.convolution(embedded, places))
-        if self.blocks is not None:
+        if given is not None:
+            x = given  # the compiler leaves out what came before
+        first = 0 if self.first is None else 1  # of the layers in the stack
+        stacked = range(max(run.start, first), run.stop)
+        if self.blocks is not None and stacked:
             order = None
-            if config.layer_groups is not None:
-                order = [config.block_of(layer) for layer in range(config.num_layers)]
+            if config.layer_groups is not None or layers is not None:
+                order = [config.block_of(layer) - first for layer in stacked]
             x, _ = run_stack(
                 self.blocks,
                 x,
                 state,
-                variants=variants,
+                variants=[config.attention(layer) for layer in stacked],
                 remat=self.remat,
                 scan=self.scan_layers,
                 order=order,
             )
+        if run.stop < config.num_layers:
+            return x
         x = x if self.norm is None else self.norm(x)
         return lose(x, lost, rules)
 

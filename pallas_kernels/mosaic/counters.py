@@ -28,6 +28,10 @@ def zeros_like_no_others(
         size: how many.
         shared: any number that is an operand of all launches.
         own: any number that differs from launch to launch.
+
+    Example:
+        >>> zeros_like_no_others(3, jnp.int32(7), jnp.float32(0.5)).tolist()
+        [0, 0, 0]
     """
     total = shared.astype(jnp.float32) + own.astype(jnp.float32)
     return jnp.broadcast_to((total > jnp.inf).astype(jnp.int32), (size,))

@@ -27,7 +27,7 @@ def make(dtype=jnp.float32, **changes):
 def test_logits_are_those_of_the_blocks(bias):
     model = make(attention_bias=bias)
     tokens = jax.random.randint(jax.random.key(1), (3, 8), 0, model.config.vocab_size)
-    want, pages = decode(model, tokens, 4, 1, 1, 1, 1)
+    want, pages = decode(model, tokens, 4, 1, 1, 1, 1)  # there is no Hopper GPU
     model.decode_layer = "xla"
     with recorded() as choices:
         found, again = decode(model, tokens, 4, 1, 1, 1, 1)
@@ -78,14 +78,26 @@ def kernels(dtype=jnp.bfloat16, **changes):
 
 
 def chosen(model, rows=2, queries=1):
+    x, state = step(model, rows, queries)
+    variants = [model.config.attention(i) for i in range(model.config.num_layers)]
+    return decode_layers.runs(model.blocks, x, state, variants, "mosaic_gpu")
+
+
+def step(model, rows, queries=1):
     pages = nan_pages(model, 2, 4)
     lengths = jnp.zeros(rows, jnp.int32)
     state = PagedRows.of(
         pages, jnp.zeros((rows, 1), jnp.int32), lengths, lengths + queries, queries
     )
-    x = jnp.zeros((rows, queries, model.config.d_model), model.dtype)
-    variants = [model.config.attention(i) for i in range(model.config.num_layers)]
-    return decode_layers.runs(model.blocks, x, state, variants, "mosaic_gpu")
+    return jnp.zeros((rows, queries, model.config.d_model), model.dtype), state
+
+
+def test_few_rows_take_the_kernel_by_themselves():
+    model = make(jnp.bfloat16, **WIDE)
+    for rows, takes in ((1, True), (32, True), (64, False)):
+        with use_device(H200), recorded() as choices:
+            jax.eval_shape(model.run_blocks, *step(model, rows))
+        assert (("decode_layer", "mosaic_gpu") in choices) is takes
 
 
 def test_more_rows_or_tokens_run_as_blocks():
@@ -101,8 +113,9 @@ def test_more_rows_or_tokens_run_as_blocks():
 def test_the_kernel_decodes_as_the_blocks():
     model = make(jnp.bfloat16, **WIDE)
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, model.config.vocab_size)
+    model.decode_layer = None
     want, _ = decode(model, tokens, 4, 1, 1, 1, 1)
-    model.decode_layer = "mosaic_gpu"
+    model.decode_layer = "auto"
     with recorded() as choices:
         found, _ = decode(model, tokens, 4, 1, 1, 1, 1)
     assert ("decode_layer", "mosaic_gpu") in choices

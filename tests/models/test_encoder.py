@@ -215,6 +215,22 @@ def test_pooling(pooling):
     np.testing.assert_allclose(got, reduced, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["deberta_v2_tiny", *exhaustive("albert_tiny", "bert_tiny", "modernbert_tiny")],
+)
+def test_layers_of_several_calls(name):
+    model = make(dataclasses.replace(encoder_preset(name), num_layers=4)).unstacked()
+    hidden = jax.jit(EncoderModel.hidden, static_argnames="layers")
+    want = hidden(model, TOKENS, cu_seqlens=BOUNDS)
+    x = None
+    for layers in (range(1), range(1, 3), range(3, 4)):
+        # Later calls read no tokens.
+        x = hidden(model, TOKENS, cu_seqlens=BOUNDS, layers=layers, given=x)
+        model.embed.table[...] = jnp.nan
+    np.testing.assert_allclose(x[:, :14], want[:, :14], atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["modernbert_tiny", *exhaustive("albert_tiny")])
 def test_loops_and_recomputation_change_nothing(name):
     layers = {"albert_tiny": 2, "modernbert_tiny": 4}[name]  # each kind once

@@ -10,9 +10,9 @@ import functools
 import itertools
 import os
 import threading
+import time
 from collections.abc import (
     Callable,
-    Collection,
     Iterable,
     Iterator,
     Mapping,
@@ -36,6 +36,21 @@ from pallas_kernels.mosaic import keep_modules
 
 
 _OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}  # all is one CUDA graph
+_FIRST_SHARE = 3
+"""One of so many layers is in the first of two programs."""
+
+
+def parts_of(num_layers: int) -> list[range]:
+    """The layers of each program of a GPU.
+
+    A GPU computes the first ones for longer than the host takes to launch the others.
+
+    Example:
+        >>> parts_of(12)
+        [range(0, 4), range(4, 12)]
+    """
+    first = -(-num_layers // _FIRST_SHARE)
+    return [range(first), range(first, num_layers)][: min(num_layers, 2)]
 
 
 class ProgramShape(NamedTuple):
@@ -95,6 +110,33 @@ class Batch(NamedTuple):
                 )
 
 
+class Written(NamedTuple):
+    """A result, and the memory of the host in which the device writes it."""
+
+    array: Array
+    """[B, S, D] or [B, T, C]."""
+    buffer: PinnedBuffer | None = None
+    """Where it appears, NaN until then. None: it has no such place."""
+
+    def read(self, counts: Sequence[int]) -> np.ndarray:
+        """The result, fp32, once it is there; how many texts of each row are wanted.
+
+        JAX says so 80 to 110 us after it has appeared (H200). What stays NaN is waited
+        for until then.
+        """
+        if self.buffer is None:
+            return np.asarray(self.array, np.float32)
+        array: Any = self.array
+        view = self.buffer.view
+        wanted = [view[row, :count] for row, count in enumerate(counts)]
+        while any(np.isnan(part).any() for part in wanted):
+            if array.is_ready():
+                array.block_until_ready()  # raises what its program has raised
+                break
+            time.sleep(0)  # other threads go on
+        return view
+
+
 @dataclasses.dataclass(slots=True)
 class Launched:
     """Rows that the device computes, for `Encoder.read`."""
@@ -105,14 +147,23 @@ class Launched:
     """Index of each text of each row."""
     texts: Sequence[EncodedText]
     """What the indices are of."""
-    result: Array
-    """[B, S, D] or [B, T, C]."""
+    result: Written
+    """Of the program."""
     release: Callable[[], None] | None = None
-    """Called once the result is there."""
+    """Called once the result is read."""
+    _kept: np.ndarray | None = None
 
     def results(self) -> Iterator[tuple[int, np.ndarray]]:
         """Index and result of each text, fp32, once they are there."""
-        for row, value in zip(self.rows, self._values(), strict=False):
+        if self._kept is None:
+            array, buffer = self.result
+            if buffer is None:
+                self._kept = np.asarray(array, np.float32)
+            else:  # that memory is written again
+                array.block_until_ready()
+                self._kept = buffer.view.copy()
+            self._release()
+        for row, value in zip(self.rows, self._kept, strict=False):
             place = 0
             for slot, index in enumerate(row):
                 end = place + len(self.texts[index].ids)
@@ -121,15 +172,15 @@ class Launched:
 
     def into(self, vectors: np.ndarray) -> None:
         """Write the vectors of pooled texts to [texts, D], once they are there."""
-        for row, value in zip(self.rows, self._values(), strict=False):
+        values = self.result.read([len(row) for row in self.rows])
+        for row, value in zip(self.rows, values, strict=False):
             vectors[list(row)] = value[: len(row)]
+        self._release()
 
-    def _values(self) -> np.ndarray:
-        values = np.asarray(self.result, np.float32)
-        if self.release is not None:  # results may be read again
+    def _release(self) -> None:
+        if self.release is not None:
             self.release()
             self.release = None
-        return values
 
 
 class EncodePrograms:
@@ -137,6 +188,10 @@ class EncodePrograms:
 
     A call takes the leaves of the model, which costs the host much less than the model,
     flattened here once; on one device as `StackedParameters`.
+
+    A function may be cut into several programs, each of some layers. While the device
+    computes those of one, the host prepares the launches of the next, which takes as
+    long as the layers of a short text.
     """
 
     def __init__(
@@ -144,25 +199,28 @@ class EncodePrograms:
         model: Any,
         functions: Mapping[str, Callable[..., Array]],
         *,
-        vectors: Collection[str],
+        vectors: Mapping[str, int],
         rows: int,
         types: int,
         mesh: Mesh | None,
         place: NamedSharding | None,
+        parts: Sequence[range] = (),
     ) -> None:
         """Flatten the model; nothing is compiled yet.
 
         Args:
             model: A pytree.
-            functions: Of the model, tokens and types [rows, size], and boundaries
-                [rows, room + 1], by name.
-            vectors: Names of the functions whose results are small enough for pinned
-                memory.
+            functions: Of the activations of the last layer [rows, size, D], boundaries
+                [rows, room + 1] and the model, by name.
+            vectors: Features of the results that are small enough for pinned memory,
+                by function: [rows, room, features] fp32.
             rows: Rows per batch.
             types: Token types of the model; a batch has some if there are several.
             mesh: The devices; None is one.
             place: Sharding of a batch; None is the first device, whose programs read
                 it in pinned memory of the host.
+            parts: The layers of each program of a function, on one device; empty: all
+                are of one.
         """
         leaves, tree = jax.tree.flatten(
             model, is_leaf=lambda x: isinstance(x, LayerOfStack)
@@ -171,17 +229,23 @@ class EncodePrograms:
         self._leaves = tuple(leaves) if stacked is None else stacked.arrays
         host = _pinned(self._leaves) if mesh is None else None
         self._buffers = None if host is None else PinnedBuffers(host)
+        self._in_place = host is not None and self._writes_result_once(host)
+        pinned = self._buffers is not None
+        on_leaves = functools.partial(_on_leaves, tree, stacked, types > 1)
+        self._earlier = [
+            self._jit(functools.partial(on_leaves, None, part, pinned and i == 0))
+            for i, part in enumerate(parts[:-1])
+        ]
+        """The programs of all layers but the last ones, the same for all functions."""
+        last = parts[-1] if parts else None, pinned and not self._earlier
         self._jitted = {
-            name: jax.jit(
-                functools.partial(
-                    _on_leaves, function, tree, stacked, types > 1, self._buffers
-                ),
-                static_argnums=2,
-                out_shardings=host if name in vectors else None,
-                compiler_options=_OPTIONS,
+            name: self._jit(
+                functools.partial(on_leaves, function, *last),
+                host if name in vectors else None,
             )
             for name, function in functions.items()
         }
+        self._vectors = vectors if self._in_place else {}
         self._rows, self._types = rows, types
         self._mesh, self._place = mesh, place
         self._begun: dict[ProgramShape, concurrent.futures.Future[None]] = {}
@@ -189,7 +253,7 @@ class EncodePrograms:
         self._lock = threading.Lock()
         self._lowering = threading.Lock()  # Python, which calls need, too
 
-    def __call__(self, shape: ProgramShape, batch: Batch) -> Array:
+    def __call__(self, shape: ProgramShape, batch: Batch) -> Written:
         """Run a program, once it is compiled."""
         if shape not in self._ready:
             self.begin([shape])[0].result()
@@ -200,7 +264,40 @@ class EncodePrograms:
             whole = jax.device_put(batch.whole, self._place)
         else:  # the program takes it from the host, which is the fastest way
             whole = batch.whole
-        return self._jitted[shape.method](self._leaves, whole, shape.size)
+        given, buffer = None, self._result(shape)
+        for program in self._earlier:
+            given, whole = program(self._leaves, whole, shape.size, given, None)
+        last, out = self._jitted[shape.method], None if buffer is None else buffer.array
+        array = last(self._leaves, whole, shape.size, given, out)
+        if buffer is None:
+            return Written(array)
+        if array.unsafe_buffer_pointer() != buffer.view.ctypes.data:
+            # A CPU does not take memory of numpy; next time it is its own.
+            buffer = PinnedBuffer.of(array)
+        return Written(array, PinnedBuffer(array, buffer.view))
+
+    def _writes_result_once(self, host: SingleDeviceSharding) -> bool:
+        """Whether nothing but a result appears in its memory, as copies of a GPU do."""
+        (device,) = host.device_set
+        return device.platform != "cpu"
+
+    def _result(self, shape: ProgramShape) -> PinnedBuffer | None:
+        """Where a program writes its result."""
+        width = self._vectors.get(shape.method)
+        if width is None or self._buffers is None:
+            return None
+        return self._buffers.take((self._rows, shape.room, width), np.float32)
+
+    def _jit(self, function: Callable[..., Any], place: Any = None) -> Any:
+        donates = place is not None and self._in_place
+        return jax.jit(
+            function,
+            static_argnums=2,
+            donate_argnums=4 if donates else (),
+            keep_unused=donates,  # nothing reads what is donated
+            out_shardings=place,
+            compiler_options=_OPTIONS,
+        )
 
     def batch(self, size: int, room: int) -> Batch:
         """Rows without texts, on the host."""
@@ -209,13 +306,22 @@ class EncodePrograms:
         whole = np.zeros(shape, np.int32) if buffer is None else buffer.view
         return Batch.of(whole, size, types=self._types > 1, pinned=buffer)
 
-    def done(self, batch: Batch) -> None:
-        """Say that the program of a batch is done."""
-        if self._buffers is not None and batch.pinned is not None:
-            self._buffers.give_back(batch.pinned)
+    def done(self, batch: Batch, result: Written | None = None) -> None:
+        """Say that the program of a batch is done, and its result read."""
+        written = None if result is None else result.buffer
+        for buffer in (batch.pinned, written):
+            if self._buffers is not None and buffer is not None:
+                self._buffers.give_back(buffer)
 
     def _width(self, size: int, room: int) -> int:
         return size * (2 if self._types > 1 else 1) + room + 1
+
+    def _on_device(self, results: Any) -> Any:
+        """Shapes of the results of a program, as the next one takes them."""
+        place = self._leaves[0].sharding
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), results
+        )
 
     def begin(
         self, shapes: Iterable[ProgramShape]
@@ -281,10 +387,18 @@ class EncodePrograms:
                     )
                     if batch.pinned is not None:  # no shape tells where it lies
                         whole = batch.pinned.array
+                    lowered, given = [], None
+                    for jitted in self._earlier:
+                        arguments = self._leaves, whole, shape.size, given, None
+                        lowered.append(jitted.lower(*arguments))
+                        given, whole = self._on_device(lowered[-1].out_info)
+                    out = self._result(shape)
+                    arguments = self._leaves, whole, shape.size, given
                     jitted = self._jitted[shape.method]
-                    lowered = jitted.lower(self._leaves, whole, shape.size)
-                    self.done(batch)
-                lowered.compile()
+                    lowered.append(jitted.lower(*arguments, out and out.array))
+                    self.done(batch, out and Written(out.array, out))
+                for program in lowered:
+                    program.compile()
         except BaseException:
             with self._lock:  # the next call tries again
                 self._begun.pop(shape, None)
@@ -306,21 +420,15 @@ def _pinned(leaves: Iterable[Any]) -> SingleDeviceSharding | None:
     return SingleDeviceSharding(devices.pop(), memory_kind="pinned_host")
 
 
-def _hidden(model: EncoderModel, tokens: Array, types: Any, bounds: Array) -> Array:
-    return model.hidden(tokens, cu_seqlens=bounds, token_types=types, checked=True)
-
-
 def embed(
-    model: EncoderModel,
-    tokens: Int[Array, "B T"],
-    types: Int[Array, "B T"] | None,
+    hidden: Float[Array, "B T D"],
     bounds: Int[Array, "B seqs_plus_1"],
+    model: EncoderModel,
     *,
     pooling: Pooling,
     normalize: bool,
 ) -> Float[Array, "B S D"]:
     """A vector of each text, fp32."""
-    hidden = _hidden(model, tokens, types, bounds)
     vectors = pool(hidden, bounds, pooling, model.rules).astype(jnp.float32)
     if not normalize:
         return vectors
@@ -329,29 +437,48 @@ def embed(
 
 
 def answer(
-    model: EncoderModel,
-    tokens: Int[Array, "B T"],
-    types: Int[Array, "B T"] | None,
+    hidden: Float[Array, "B T D"],
     bounds: Int[Array, "B seqs_plus_1"],
+    model: EncoderModel,
 ) -> Float[Array, "B _ C"]:
     """What the head says of each text, or of each token."""
-    return model.answer(_hidden(model, tokens, types, bounds), bounds)
+    return model.answer(hidden, bounds)
 
 
 def _on_leaves(
-    function: Callable[..., Array],
     tree: Any,
     stacked: StackedParameters | None,
     types: bool,
-    pinned: PinnedBuffers | None,
+    function: Callable[..., Array] | None,
+    layers: range | None,
+    pinned: bool,
     leaves: Any,
     whole: Array,
     size: int,
-) -> Array:
-    if pinned is not None:
+    given: Array | None,
+    out: Array | None,
+) -> Any:
+    """A function of the activations behind some layers, or these and the boundaries.
+
+    The latter are what the next program takes: its `given`, and its `whole`. The result
+    takes the place of `out`.
+    """
+    del out
+    if pinned:
         whole = jax.device_put(whole, jax.memory.Space.Device)
-    batch = Batch.of(whole, size, types=types)
+    if given is None:
+        _, tokens, kinds, bounds, _ = Batch.of(whole, size, types=types)
+    else:
+        tokens, kinds, bounds = jnp.zeros(given.shape[:2], jnp.int32), None, whole
     if stacked is not None:
         leaves = stacked.leaves(leaves)
-    model = jax.tree.unflatten(tree, leaves)
-    return function(model, batch.tokens, batch.types, batch.bounds)
+    model: EncoderModel = jax.tree.unflatten(tree, leaves)
+    hidden = model.hidden(
+        tokens,
+        cu_seqlens=bounds,
+        token_types=kinds,
+        checked=True,
+        layers=layers,
+        given=given,
+    )
+    return (hidden, bounds) if function is None else function(hidden, bounds, model)

@@ -32,6 +32,7 @@ from jaxscale.inference.encoder.encode_programs import (
     ProgramShape,
     answer,
     embed,
+    parts_of,
 )
 from jaxscale.inference.encoder.stacked_parameters import unstacked_in_place
 from jaxscale.inference.encoder.texts import Text, tokenized
@@ -45,6 +46,7 @@ from jaxscale.models.hf.sentence_transformers import sentence_settings
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
 from jaxscale.observability.bar import progress_bar, shows_bar
 from jaxscale.sharding.rules import REPLICATED, AxisRules
+from pallas_kernels.mosaic import DeviceSpec
 
 
 type Method = Literal["encode", "predict"]
@@ -122,6 +124,7 @@ class Encoder:
         # The fast program for one device has no stack of layers.
         single = mesh is None and not model.scan_layers
         self.model = unstacked_in_place(model) if single else model
+        on_gpu = single and DeviceSpec.current() is not None
         self.tokenizer = tokenizer
         self.pooling: Pooling = pooling
         self.normalize = normalize
@@ -132,8 +135,10 @@ class Encoder:
         """Whether `predict` truncates texts to `max_length` by default."""
         self.mesh = mesh
         encode = functools.partial(embed, pooling=pooling, normalize=normalize)
-        answers = model.head is not None and model.head.config.pools
-        self._vectors = {"encode", "predict"} if answers else {"encode"}
+        head = None if model.head is None else model.head.config
+        self._vectors = {"encode": config.d_model}
+        if head is not None and head.kind == "sequence":
+            self._vectors["predict"] = head.num_labels
         self._programs = EncodePrograms(
             self.model,
             {"encode": encode, "predict": answer},
@@ -142,6 +147,7 @@ class Encoder:
             types=config.token_types,
             mesh=mesh,
             place=self._place,
+            parts=parts_of(config.num_layers) if on_gpu else (),
         )
 
     @classmethod
@@ -470,7 +476,7 @@ class Encoder:
         texts = [[encoded[i] for i in row] for row in rows]
         batch = self._batch(texts, shape.size, shape.room)
         result = self._programs(shape, batch)
-        release = functools.partial(self._programs.done, batch)
+        release = functools.partial(self._programs.done, batch, result)
         pooled = shape.method in self._vectors
         return Launched(pooled, rows, encoded, result, release)
 

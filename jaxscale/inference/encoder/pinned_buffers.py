@@ -2,7 +2,6 @@
 
 import collections
 import ctypes
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +17,17 @@ class PinnedBuffer(NamedTuple):
     view: np.ndarray
     """What the host writes, while no program reads."""
 
+    @classmethod
+    def of(cls, array: jax.Array) -> "PinnedBuffer":
+        """The memory of an array, once it is there."""
+        address = array.block_until_ready().unsafe_buffer_pointer()
+        memory: Any = (ctypes.c_byte * array.nbytes).from_address(address)
+        memory.owner = array  # a view keeps what it shows
+        return cls(array, np.frombuffer(memory, array.dtype).reshape(array.shape))
+
 
 class PinnedBuffers:
-    """Buffers of int32 that are written again once their program is done.
+    """Buffers that are written again once their program is done.
 
     An array of numpy is copied at each call: to memory that is allocated for it, by
     another thread, and the program waits for that.
@@ -45,24 +52,27 @@ class PinnedBuffers:
             where: Pinned memory of a device.
         """
         self.where = where
-        self._free = collections.defaultdict[tuple[int, ...], list[PinnedBuffer]](list)
+        self._free = collections.defaultdict[Any, list[PinnedBuffer]](list)
 
-    def take(self, shape: tuple[int, ...]) -> PinnedBuffer:
-        """A buffer that nothing else uses, with zeros."""
+    def take(self, shape: tuple[int, ...], dtype: type = np.int32) -> PinnedBuffer:
+        """A buffer that nothing else uses, with zeros; NaN if it is of fp32.
+
+        Of a result, which is fp32, a part may have been read while others were still
+        copied. Such a copy must have ended: it would pass for that of the next program.
+        """
         try:
-            buffer = self._free[shape].pop()  # threads get different ones
+            buffer = self._free[shape, np.dtype(dtype)].pop()  # one thread gets it
         except IndexError:
-            return self._allocate(shape)
-        buffer.view.fill(0)
+            buffer = self._allocate(shape, dtype)
+        array: Any = buffer.array
+        if not array.is_ready() and np.isnan(buffer.view).any():
+            array.block_until_ready()
+        buffer.view.fill(np.nan if dtype is np.float32 else 0)
         return buffer
 
     def give_back(self, buffer: PinnedBuffer) -> None:
-        """Say that the program that reads a buffer is done."""
-        self._free[buffer.view.shape].append(buffer)
+        """Say that the program that reads or writes a buffer is done."""
+        self._free[buffer.view.shape, buffer.view.dtype].append(buffer)
 
-    def _allocate(self, shape: tuple[int, ...]) -> PinnedBuffer:
-        zeros = jax.device_put(np.zeros(shape, np.int32), self.where)
-        address = zeros.block_until_ready().unsafe_buffer_pointer()
-        memory: Any = (ctypes.c_int32 * math.prod(shape)).from_address(address)
-        memory.owner = zeros  # a view keeps what it shows
-        return PinnedBuffer(zeros, np.frombuffer(memory, np.int32).reshape(shape))
+    def _allocate(self, shape: tuple[int, ...], dtype: type) -> PinnedBuffer:
+        return PinnedBuffer.of(jax.device_put(np.zeros(shape, dtype), self.where))

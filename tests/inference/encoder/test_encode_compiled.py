@@ -18,7 +18,7 @@ from tests.tiers import exhaustive
 LAYERS = 8
 
 
-def encoding(devices, size, room):
+def encoding(devices, size, room, part):
     where = SingleDeviceSharding(devices[0])
     config = dataclasses.replace(encoder_preset("bert_base"), num_layers=LAYERS)
     types = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
@@ -35,7 +35,18 @@ def encoding(devices, size, room):
     batch = jax.ShapeDtypeStruct(
         (1, width), jnp.int32, sharding=pinned, _memory_space=jax.memory.Space.Host
     )
-    return programs._jitted["encode"], (programs._leaves, batch, size)
+    first = programs._leaves, batch, size, None, None
+    (begin,) = programs._earlier
+    if part == 0:
+        return begin, first
+    given, bounds = programs._on_device(begin.lower(*first).out_info)
+    out = jax.ShapeDtypeStruct(
+        (1, room, config.d_model),
+        jnp.float32,
+        sharding=pinned,
+        _memory_space=jax.memory.Space.Host,
+    )
+    return programs._jitted["encode"], (programs._leaves, bounds, size, given, out)
 
 
 # One, four and sixteen texts of up to 256 tokens, and 84 of 32.
@@ -46,22 +57,26 @@ def encoding(devices, size, room):
         *exhaustive((688, 32, 3, 10), (2688, 32, 5, 12), (2688, 88, 5, 12)),
     ],
 )
-def test_a_layer_is_seven_launches_and_all_are_one_graph(size, room, calls, others):
-    whole, *launches = compile_for_h200(encoding, size, room).thunks
-    assert whole == "kCommandBuffer"
-    assert all(launch.startswith(" ") for launch in launches)
-    kinds = [launch.split()[0] for launch in launches]
+def test_a_layer_is_seven_launches_of_one_graph(size, room, calls, others):
+    kinds = []
+    for part in range(2):
+        compiled = compile_for_h200(encoding, size, room, part)
+        assert compiled.aliased == part * compiled.outputs
+        whole, *launches = compiled.thunks
+        assert whole == "kCommandBuffer"
+        assert all(launch.startswith(" ") for launch in launches)
+        kinds += [launch.split()[0] for launch in launches]
     # Queries, keys and values; attention; the hidden layer. With many tokens the norms.
     assert kinds.count("kCustomCall") == calls * LAYERS
     # Boundaries, positions, look-ups and their norm; before our norms a kernel reads
     # their vectors. Means are one kernel, or a matmul. Nothing is cut out of a stack.
-    assert len(launches) <= 7 * LAYERS + others
+    assert len(kinds) <= 7 * LAYERS + others
 
 
 def test_a_program_has_few_arguments():
     """Of 16 parameters of a layer two matrices stay arrays of their own."""
     with use_device(H200):
-        _, (leaves, *_) = encoding(jax.devices(), 256, 32)
+        _, (leaves, *_) = encoding(jax.devices(), 256, 32, 0)
     sizes = [leaf.shape for leaf in leaves]
     assert sizes[0] == (6 * LAYERS + 2, 768)
     assert sizes.count((LAYERS, 768)) == sizes.count((LAYERS, 768, 768)) == 3

@@ -21,7 +21,12 @@ from tokenizers import processors
 
 from jaxscale.inference import Encoder
 from jaxscale.inference.encoder.encode_plan import budgets, usual_capacities
-from jaxscale.inference.encoder.encode_programs import ProgramShape
+from jaxscale.inference.encoder.encode_programs import (
+    EncodePrograms,
+    ProgramShape,
+    Written,
+)
+from jaxscale.inference.encoder.pinned_buffers import PinnedBuffer
 from jaxscale.inference.encoder.texts import as_encoded
 from jaxscale.models import (
     EncoderModel,
@@ -263,11 +268,8 @@ def test_each_shape_is_compiled_once():
     assert compilations(encoder) == [len(seen), 0]
 
 
-@pytest.mark.parametrize("wait", [False, True])
-def test_what_was_compiled_before_is_taken(wait):
-    encoder = make()
-    encoder.compile(token_budget=144, wait=wait)
-    assert len(encoder._programs) == 2  # rows of 128 and 144
+@contextlib.contextmanager
+def noted_events():
     names = []
 
     def listen(name, *_, **__):
@@ -275,14 +277,42 @@ def test_what_was_compiled_before_is_taken(wait):
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        encoder.encode(texts(9), token_budget=144)
+        yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_what_was_compiled_before_is_taken(wait):
+    encoder = make()
+    encoder.compile(token_budget=144, wait=wait)
+    assert len(encoder._programs) == 2  # rows of 128 and 144
+    with noted_events() as names:
+        encoder.encode(texts(9), token_budget=144)
     if wait:  # nothing is compiled any more
         assert "backend_compile_duration" not in names
     assert len(encoder._programs) == 2
     with pytest.raises(ValueError, match="token_budget 0 must be at least 1"):
         encoder.compile(token_budget=0)
+
+
+def test_a_gpu_begins_while_the_host_prepares_later_layers():
+    """Two programs a pass, the first of which is the same for all functions."""
+    config = dataclasses.replace(encoder_preset("bert_tiny"), num_layers=4)
+    head = encoder_head(config, "sequence", num_labels=3)
+    model = EncoderModel(config, head=head, scan_layers=False, rngs=nnx.Rngs(0))
+    with use_device(H200):
+        encoder = Encoder(model, bert_tokenizer())
+    many = [*texts(30), ("the cat", "a mat")]
+    whole, (begin,) = Encoder(model, bert_tokenizer()), encoder._programs._earlier
+    for method in ("encode", "predict"):
+        encoder.compile(method, token_budget=128)
+        with noted_events() as names:
+            found = getattr(encoder, method)(many, token_budget=128)
+        assert "backend_compile_duration" not in names
+        want = getattr(whole, method)(many, token_budget=128)
+        np.testing.assert_allclose(found, want, atol=1e-6)
+    assert begin._cache_size() == 1 and not whole._programs._earlier
 
 
 @pytest.mark.parametrize(
@@ -351,8 +381,79 @@ def test_one_program_is_lowered_at_a_time(monkeypatch):
 
 def test_programs_write_into_memory_of_the_host():
     programs = make()._programs
-    vectors = programs(ProgramShape("encode", 128, 32), programs.batch(128, 32))
-    assert vectors.sharding.memory_kind == "pinned_host"
+    result = programs(ProgramShape("encode", 128, 32), programs.batch(128, 32))
+    assert result.array.sharding.memory_kind == "pinned_host"
+    assert result.buffer is None  # of a GPU alone
+
+
+def test_programs_of_a_gpu_write_into_the_same_memory_again(monkeypatch):
+    plain, places = make(), set()
+    monkeypatch.setattr(EncodePrograms, "_writes_result_once", lambda self, host: True)
+    encoder = make()
+    for count in (3, 30, 14):
+        tokens = encoder.tokenize(texts(count, seed=count))
+        (launched,) = encoder.launch("encode", tokens, 512)
+        places.add(launched.result.array.unsafe_buffer_pointer())
+        launched.result.array.block_until_ready()  # a CPU writes there before, too
+        found = np.empty((count, 32), np.float32)
+        launched.into(found)
+        again = dict(encoder.read(launched))
+        want = plain.encode(tokens)
+        np.testing.assert_array_equal(found, want)
+        np.testing.assert_array_equal([again[i] for i in range(count)], want)
+    assert len(places) <= 2  # the first may be memory of numpy
+
+
+class Fake:
+    """A result that appears in memory, or not, after some looks."""
+
+    def __init__(self, view, values, looks, broken=False):
+        self.view, self.values, self.looks, self.broken = view, values, looks, broken
+
+    def is_ready(self):
+        self.looks -= 1
+        if self.looks == 0 and self.values is not None:
+            self.view[...] = self.values
+        return self.looks < -3
+
+    def block_until_ready(self):
+        if self.broken:
+            raise RuntimeError("broken")
+
+
+def test_results_are_read_as_soon_as_they_are_in_memory():
+    view, values = np.full((1, 4, 3), np.nan, np.float32), np.ones((1, 4, 3))
+    values[0, 2:] = np.nan  # what no text has asked for
+    fake = Fake(view, values, 5)
+    read = Written(fake, PinnedBuffer(fake, view)).read([2])
+    np.testing.assert_array_equal(read, values)
+    assert fake.looks == 0
+    # NaN is what its program has computed, or has failed.
+    fake = Fake(view, values, 5)
+    np.testing.assert_array_equal(
+        Written(fake, PinnedBuffer(fake, view)).read([3]), values
+    )
+    view[...] = np.nan
+    fake = Fake(view, None, 5, broken=True)
+    with pytest.raises(RuntimeError, match="broken"):
+        Written(fake, PinnedBuffer(fake, view)).read([1])
+
+
+def test_memory_is_free_once_all_of_its_last_result_is_there():
+    """Zeros behind the texts that were read would pass for later texts' vectors."""
+    buffers = make()._programs._buffers
+    view, values = np.full((1, 4, 3), np.nan, np.float32), np.ones((1, 4, 3))
+    view[:, :2] = 1
+    for late in (True, False):
+        fake = Fake(view, values, 5)
+        seen = []
+        fake.block_until_ready = lambda seen=seen: seen.append(view.copy())
+        buffers.give_back(PinnedBuffer(fake, view))
+        taken = buffers.take(view.shape, np.float32)
+        assert taken.view is view and np.isnan(view).all()
+        # Waited for, and only then filled.
+        assert len(seen) == late and all((x[:, :2] == 1).all() for x in seen)
+        view[...] = 1
 
 
 def test_programs_read_tokens_in_memory_of_the_host():
