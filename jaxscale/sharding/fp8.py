@@ -249,8 +249,8 @@ def _product(a: Scaled, b: Scaled, dtype: DTypeLike) -> Array:
     """``a @ b.T``, [M, K] and [N, K], accumulated in fp32."""
     left, right = a.data, b.data
     if a.scale.ndim == 2:
-        # The kernel takes whole blocks, and without it XLA multiplies in fp32. Kernels
-        # round whole blocks too, so where some are missing XLA rounds, and pads with it.
+        # The kernel takes whole blocks; without it XLA multiplies in fp32. Those that
+        # round take whole ones too, so here XLA rounds, and pads in the same pass.
         missing = (0, 0), (0, -left.shape[1] % BLOCK)
         left, right = (jnp.pad(x, missing) for x in (left, right))
     return scaled_matmul(left, right, a.scale, b.scale, out_dtype=dtype)
@@ -706,7 +706,7 @@ def fp8_all_gather_matmul(
         quantization: A scale per row, per block, or one per tensor.
         fused: Take kernels that communicate, over one axis, where they were tuned and
             are not slower than XLA. There are none for blocks.
-        norm: An RMS norm of x, with a scale per row, or None.
+        norm: An RMS norm of x, with a scale per row or block, or None.
         stored: Over what each kernel is stored in parts, which are gathered in fp8, and
             to which gradients are reduce-scattered. Scales are per row, and with
             `fused` the same for all, none along the features of the result.
