@@ -29,8 +29,8 @@ per parameter and token plus attention, the whole matrix (`mfu_full`) or the cau
   forward and backward pass (reduce-overhead).
 - ``torch_float8``, ``torch_float8_tensorwise``: ``torch_compile`` with the linear
   layers of the blocks in torchao's float8, where it is installed; the latter gathers
-  weights in 8 bits. What they need of torchao is Python alone: its wheel (1.4 MB, no
-  dependencies) on `PYTHONPATH` will do, as
+  weights in 8 bits. By its tag its wheel (1.4 MB, no dependencies) is pure Python, so
+  it should do on `PYTHONPATH`, as
   ``PYTHONPATH=torchao-0.18.0-py3-none-any.whl python -m benchmarks.training``.
 
 Losses of the first `PARITY_STEPS` steps are compared: with plain JAX, or else PyTorch,

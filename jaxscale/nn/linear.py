@@ -93,8 +93,9 @@ class Linear(nnx.Module):
             quantization: Multiply in fp8 (E4M3, gradients in E5M2) in forward and
                 backward pass, with a scale for each row of an operand (``"fp8"``),
                 for blocks of 128 numbers (``"fp8_blockwise"``) or one for the operand
-                (``"fp8_tensorwise"``); None multiplies in `dtype`.
-                Parameters stay as they are: see `jaxscale.sharding.fp8`.
+                (``"fp8_tensorwise"``); None multiplies in `dtype`. With blocks,
+                ``tensor_parallel="fused"`` is ``"xla"``: none of their kernels
+                communicates. Parameters stay as they are: see `jaxscale.sharding.fp8`.
             kernel_init: Initializer of the kernel.
             rules: Mesh axes of each logical axis.
             rngs: Source of the keys.

@@ -105,6 +105,8 @@ class QuantizedLinear(Parts, nnx.Module):
     fp8, and the matmul is `pallas_kernels.scaled_matmul`. A token's scale is the least
     power of two for its own largest value (on each device, of the features there), so a
     result does not depend on what the other tokens of its batch are, only on how many.
+    A token with an infinite activation, as where fp16 overflows, has no scale: its
+    whole result is NaN, while the layer with 16-bit activations may stay finite.
 
     Example:
         >>> layer = QuantizedLinear(

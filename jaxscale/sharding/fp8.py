@@ -32,7 +32,8 @@ once a step.
 Scales are powers of two, so a value keeps its mantissa when it is rescaled. Therefore
 activations are saved for the backward pass in fp8, operands are rounded once although
 they are scaled twice (`pallas_kernels.fp8_operands`), and sharded operands get the
-values that a single device would compute.
+values that a single device would compute: with blocks only if each device has whole
+ones, that is multiples of 128 of the tokens and features that are split.
 
 Legend: B batch, T tokens, K contracted features, N features of the result, M tokens of
 all sequences.
@@ -61,6 +62,7 @@ from pallas_kernels.collective_matmul import (
     scaled_matmul_reduce_scatter,
 )
 from pallas_kernels.fp8_operands import (
+    BLOCK,
     QuantizedRows,
     inverse_scale,
     power_of_two_scale,
@@ -245,7 +247,13 @@ def _two_layouts(x: Array, dtype: DTypeLike, form: "_Form") -> tuple[Scaled, Sca
 
 def _product(a: Scaled, b: Scaled, dtype: DTypeLike) -> Array:
     """``a @ b.T``, [M, K] and [N, K], accumulated in fp32."""
-    return scaled_matmul(a.data, b.data, a.scale, b.scale, out_dtype=dtype)
+    left, right = a.data, b.data
+    if a.scale.ndim == 2:
+        # The kernel takes whole blocks; without it XLA multiplies in fp32. Those that
+        # round take whole ones too, so here XLA rounds, and pads in the same pass.
+        missing = (0, 0), (0, -left.shape[1] % BLOCK)
+        left, right = (jnp.pad(x, missing) for x in (left, right))
+    return scaled_matmul(left, right, a.scale, b.scale, out_dtype=dtype)
 
 
 def _rows(x: Scaled) -> Scaled:
@@ -698,7 +706,7 @@ def fp8_all_gather_matmul(
         quantization: A scale per row, per block, or one per tensor.
         fused: Take kernels that communicate, over one axis, where they were tuned and
             are not slower than XLA. There are none for blocks.
-        norm: An RMS norm of x, with a scale per row, or None.
+        norm: An RMS norm of x, with a scale per row or block, or None.
         stored: Over what each kernel is stored in parts, which are gathered in fp8, and
             to which gradients are reduce-scattered. Scales are per row, and with
             `fused` the same for all, none along the features of the result.

@@ -102,7 +102,8 @@ class TrainConfig:
     quantization: Literal["fp8", "fp8_blockwise", "fp8_tensorwise"] | None = None
     """Compute the matmuls of the blocks' linear layers in fp8 (E4M3, gradients in
     E5M2), with a scale per row (fp8), per block of 128 numbers (fp8_blockwise) or per
-    tensor (fp8_tensorwise); None computes them in `dtype`. A run may change it when it
+    tensor (fp8_tensorwise); None computes them in `dtype`. With fp8_blockwise no kernel
+    communicates: `tensor_parallel` fused is xla. A run may change it when it
     resumes: parameters and updates keep their types."""
     loss_chunk: int = 1024
     """Token positions per row whose logits are computed at a time, in the loss of

@@ -54,9 +54,11 @@ def paged_attention(
     where ``cap(x) = softcap * tanh(x / softcap)``. Scores and sums are fp32. Under
     `jax.jit` the pages are updated in place if they are donated or carried by a loop:
     nothing of their size is copied. The result of a sequence depends on its own tokens
-    only, with the Hopper kernel bitwise: not on the other sequences, their number, the
-    choice of pages, or the contents of other pages, NaN included. Not differentiable;
-    `jax.vmap` works with the implementation "xla" only.
+    only: not on what the other sequences hold, the choice of pages, or the contents of
+    other pages, NaN included; with the Hopper kernel bitwise. Bits do depend on B, on K
+    of a device, on G and on the GPU, which decide the length of the kernel's splits;
+    ``PagedAttentionConfig(split=512)`` fixes it. Not differentiable; `jax.vmap` works
+    with the implementation "xla" only.
 
     Args:
         q: [B, R, N, H], queries of the new tokens; R is 1 plus the number of draft
@@ -84,12 +86,12 @@ def paged_attention(
         implementation: "mosaic_gpu" (a kernel for Hopper GPUs: q and kv both bf16 or
             both fp16; head dims 64, 128 and 256; pages of 8 to 256 tokens of the same
             type, or in fp8 of 64 to 256 with head dims 128 and 256; at most 64 queries
-            per key/value head; it takes fp32 memory for the partial sums of every 512
-            tokens that the tables have room for), "triton" (kernels for Ampere and
-            later GPUs; bf16 and fp16 with pages of the same type, or in fp8 from
-            compute capability 8.9 on; at most 64 queries per key/value head; needs the
-            extra ``triton``), "xla", a sequence of these, or None for the best that
-            supports the arguments on this device.
+            per key/value head; it takes fp32 memory for the partial sums of each
+            split of 512 to 2,048 tokens that the tables have room for), "triton"
+            (kernels for Ampere and later GPUs; bf16 and fp16 with pages of the same
+            type, or in fp8 from compute capability 8.9 on; at most 64 queries per
+            key/value head; needs the extra ``triton``), "xla", a sequence of
+            these, or None for the best that supports the arguments on this device.
         config: tiling of the kernel; None uses a heuristic. XLA refuses one.
 
     Returns:
@@ -122,9 +124,9 @@ def paged_attention(
 
     References:
         Paged attention: vLLM, arXiv 2309.06180. Splits of a sequence combined by their
-        log-sum-exp: Flash-Decoding; here splits have a fixed size, so that the result
-        does not depend on the batch. Scales are static as in vLLM, which has one per
-        tensor.
+        log-sum-exp: Flash-Decoding; here the length of splits does not follow from
+        that of sequences, so that the result of one does not depend on what the others
+        hold. Scales are static as in vLLM, which has one per tensor.
     """
     q, kv, pages = (jnp.asarray(a) for a in (q, kv, pages))
     _check_arrays(q, kv, pages, kv_scales)

@@ -18,8 +18,9 @@ class PagedAttentionConfig:
     split: int | None = None
     """Tokens per split, a multiple of 64; None is `default_split`. Splits of a sequence
     run in parallel and are combined in order. They start at multiples of this number,
-    so that the result of a sequence does not depend on the other sequences of the call;
-    the last split is up to half a split longer or shorter."""
+    so that the result of a sequence does not depend on what other sequences hold; with
+    a number given here, not on how many they are, either. The last split is up to half
+    a split longer or shorter."""
     teams: int | None = None
     """Pairs of a copying and a computing warpgroup per block; each pair takes splits of
     its own. None is 2, and 1 with head dim 256. 3 is for fp8 pages, head dim 128 and up

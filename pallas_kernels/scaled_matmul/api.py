@@ -111,14 +111,17 @@ def scaled_matmul(
         implementation=as_hashable(implementation),
         config=config,
         device=DeviceSpec.current(),
-        square=square,
     )
+    num_columns = len(b)
 
     def local(a: Array, b: Array, a_scale: Array, b_scale: Array) -> Array:
         rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])  # [M,K]
         if a_scale.ndim:
             a_scale = a_scale.reshape(len(rows), *a_scale.shape[a.ndim - 1 :])
-        y: Any = _run(rows, b, a_scale, b_scale, call)
+        # Where devices split columns, squares may lie across the parts of two of them.
+        whole = len(b) == num_columns or len(b) % DEPTH == 0
+        here = dataclasses.replace(call, square=square and whole)
+        y: Any = _run(rows, b, a_scale, b_scale, here)
         return y.reshape(*a.shape[:-1], y.shape[-1])  # [..,N]
 
     *rows, columns = string.ascii_lowercase[: a.ndim]

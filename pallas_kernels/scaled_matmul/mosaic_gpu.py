@@ -13,7 +13,8 @@ Axis letters: M rows, K contraction, N columns.
 
 References:
     DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3.2: promotion in
-    intervals of 128. It scales there, too, by blocks of 128; here a row has one scale.
+    intervals of 128. It scales there, too, by blocks of 128; here scales are those of
+    rows, applied once to a tile, or of blocks (`BlockScales`).
 """
 
 import dataclasses

@@ -30,6 +30,7 @@ from pallas_kernels import tuned_configs
 from pallas_kernels.collective_matmul import CollectiveConfig
 from pallas_kernels.mosaic import H200, use_device
 from tests.interpreter import interpret_mosaic_gpu
+from tests.lowering import lower_for_cuda
 from tests.pallas_kernels.fp8_operands import stand_ins  # noqa: F401
 from tests.tiers import exhaustive
 from tests.tolerances import RELATIVE, relative_error
@@ -123,6 +124,20 @@ def test_products_are_those_of_operands_rounded_by_blocks(product):
     for name, found in (("y", y), ("dx", dx), ("dw", dw)):
         found = found.reshape(exact[name].shape)
         assert relative_error(found, exact[name]) < TOLERANCE, name
+
+
+def test_parts_of_blocks_are_filled_for_the_kernel():
+    """Without it XLA multiplies in fp32, which takes many times as long."""
+    x = jax.ShapeDtypeStruct((1, 192, 320), jnp.bfloat16)  # 192 tokens and 320 features
+    w = jax.ShapeDtypeStruct((320, 448), jnp.float32)
+
+    def run(x, w):
+        y, back = jax.vjp(partial(column, quantization="fp8_blockwise"), x, w)
+        return y, back(y)
+
+    with use_device(H200):
+        text = lower_for_cuda(run, x, w, kernels=3)
+    assert "dot_general" not in text
 
 
 @pytest.mark.parametrize("product", [column, row])

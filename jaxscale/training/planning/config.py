@@ -78,7 +78,7 @@ class PlanConfig:
     operand; None is bf16."""
     tensor_parallel: TensorParallel | None = None
     """How tensor parallelism communicates; None is fused kernels within a host, else
-    XLA."""
+    XLA. With fp8_blockwise it is always XLA."""
     memory_share: float = 0.9
     """Fraction of GPU memory that a step may use."""
     host_gpus: int | None = None
@@ -139,6 +139,11 @@ class PlanConfig:
 
     @property
     def communication(self) -> TensorParallel:
-        """How tensor parallelism communicates: fused kernels need a single process."""
+        """How tensor parallelism communicates.
+
+        Fused kernels need a single process, and there are none for blocks in fp8.
+        """
+        if self.quantization == "fp8_blockwise":
+            return "xla"
         one_host = self.gpus <= self.hardware.host_gpus
         return self.tensor_parallel or ("fused" if one_host else "xla")

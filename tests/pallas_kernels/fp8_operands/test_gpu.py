@@ -13,6 +13,8 @@ from tests.pallas_kernels.fp8_operands.test_fp8_operands import (
     E4M3,
     all_of,
     assert_nearly_same,
+    assert_same,
+    by_blocks,
     computed,
     numbers,
     tokens,
@@ -59,6 +61,22 @@ def test_what_is_rounded_as_it_is_computed(k):
     expected = computed(arrays, "xla")
     found, again = (computed(arrays, None) for _ in range(2))
     assert_nearly_same(found, expected)
+    for a, b in zip(*map(jax.tree.leaves, (found, again)), strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize(("m", "k"), [(384, 512), (1152, 3584), (256, 8192)])
+def test_blocks(m, k):
+    """Rows, their transpose and squares in every bit; NaN stays in its block."""
+    x, *more = tokens(m, k)
+    arrays = (x.at[3, 5].set(jnp.nan).at[7].set(0), *more)
+    shapes = ((m, k), (k, m))
+    jax.block_until_ready([jnp.full(s, jnp.nan, E4M3) for s in shapes * 4])
+    found, again = (by_blocks(arrays, "mosaic_gpu") for _ in range(2))
+    expected = by_blocks(arrays, "xla")
+    assert jnp.isnan(found[0].data[3].astype(jnp.float32)).sum() == 128
+    assert_same(found[:3], expected[:3])
+    assert_nearly_same(found[3:], expected[3:])
     for a, b in zip(*map(jax.tree.leaves, (found, again)), strict=True):
         assert a.tobytes() == b.tobytes()
 

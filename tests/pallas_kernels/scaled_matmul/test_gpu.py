@@ -10,9 +10,20 @@ import pytest
 
 from pallas_kernels import tuned_configs
 from pallas_kernels.mosaic import H200
-from pallas_kernels.scaled_matmul import quantize_fp8, reference, scaled_matmul, tunable
+from pallas_kernels.scaled_matmul import (
+    ScaledMatmulConfig,
+    quantize_fp8,
+    reference,
+    scaled_matmul,
+    tunable,
+)
 from pallas_kernels.scaled_matmul.specs import SPECS
-from tests.pallas_kernels.scaled_matmul.test_scaled_matmul import E4M3, E5M2, operands
+from tests.pallas_kernels.scaled_matmul.test_scaled_matmul import (
+    E4M3,
+    E5M2,
+    block_operands,
+    operands,
+)
 from tests.tolerances import RELATIVE, num_different, relative_error
 
 
@@ -26,6 +37,13 @@ kernel = jax.jit(
 )
 compiled = jax.jit(reference.scaled_matmul)
 draw = jax.jit(operands, static_argnums=(0, 1, 2, 3, 4))
+draw_blocks = jax.jit(
+    block_operands, static_argnums=(0, 1, 2, 3), static_argnames="square"
+)
+BLOCK_CONFIGS = [
+    ScaledMatmulConfig(tile_m=128, tile_n=192, stages=4, store_slots=3),
+    ScaledMatmulConfig(tile_m=128, tile_n=256, stages=4, store_slots=2),
+]
 
 
 def definition(a, b, a_scale, b_scale):
@@ -63,6 +81,21 @@ def test_random_shapes(types, axes):
         a, b, a_scale, b_scale = draw(m, n, 128 * numbers.randint(1, 40), types, axes)
         # The largest sum is near 120,000; fp16 ends at 65,504.
         check((a, b, a_scale / 64, b_scale), out_dtype)
+
+
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize("n", [4096, 4032])  # the latter ends within a square
+@pytest.mark.parametrize("config", BLOCK_CONFIGS, ids=lambda config: str(config.tile_n))
+def test_scales_of_blocks(config, n, square):
+    arrays = draw_blocks(1000, n, 1024, (E5M2, E4M3), square=square)
+    with tuned_configs.override("scaled_matmul", config):
+        check(arrays)
+        a, *others = arrays
+        y, poisoned = (kernel(x, *others) for x in (a, a.at[3, 7].set(jnp.nan)))
+    bad = jnp.isnan(poisoned)
+    assert bad[3].all() and bad.sum() == n
+    good = [jnp.delete(each, 3, axis=0) for each in (poisoned, y)]
+    assert num_different(*good) == 0
 
 
 def test_every_candidate_of_the_tuner_is_right():

@@ -1,11 +1,20 @@
 """The product of scaled 8-bit operands, and their rounding, on a CPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.scaled_matmul import quantize_fp8, reference, scaled_matmul
+from pallas_kernels.mosaic import H200, use_device
+from pallas_kernels.scaled_matmul import (
+    mosaic_gpu,
+    quantize_fp8,
+    reference,
+    scaled_matmul,
+    xla,
+)
 from tests.tolerances import RELATIVE, relative_error
 
 
@@ -88,6 +97,31 @@ def test_a_device_multiplies_its_rows_on_explicit_axes():
         a, a_scale = (jax.device_put(x, P()) for x in (a, a_scale))
         y = jax.jit(scaled_matmul)(a, b, a_scale, b_scale)
     assert y.sharding.spec == P(None, "t")
+    assert relative_error(y, want) < RELATIVE[y.dtype]
+
+
+@pytest.mark.parametrize("n", [192, 256])
+def test_squares_may_lie_across_the_columns_of_two_devices(monkeypatch, n):
+    """The kernel reads one scale of a square, and takes squares to begin at zero."""
+    squares = []
+
+    def kernel(a, b, a_scale, b_scale, *, square, out_dtype, **_):
+        squares.append(square)
+        if square:
+            b_scale = jnp.repeat(b_scale[::128], 128, axis=0)[: len(b)]
+        return xla.scaled_matmul(a, b, a_scale, b_scale, out_dtype=out_dtype)
+
+    monkeypatch.setattr(mosaic_gpu, "scaled_matmul", kernel)
+    mesh = jax.make_mesh((2,), ("t",), axis_types=(jax.sharding.AxisType.Explicit,))
+    a, b, a_scale, b_scale = block_operands(8, 2 * n, 256)
+    with jax.set_mesh(mesh), use_device(H200):
+        b = jax.device_put(b, P("t"))
+        a, a_scale, b_scale = (jax.device_put(x, P()) for x in (a, a_scale, b_scale))
+        y = jax.jit(functools.partial(scaled_matmul, implementation="mosaic_gpu"))(
+            a, b, a_scale, b_scale
+        )
+    assert set(squares) == {n == 256}
+    want = reference.scaled_matmul(a, b, a_scale, b_scale)
     assert relative_error(y, want) < RELATIVE[y.dtype]
 
 

@@ -423,6 +423,8 @@ def test_fused_kernels_are_for_the_gpus_of_one_process():
     assert PlanConfig(gpus=8).communication == "fused"
     assert PlanConfig(gpus=16).communication == "xla"
     assert PlanConfig(gpus=16, tensor_parallel="fused").communication == "fused"
+    blocks = PlanConfig(gpus=8, quantization="fp8_blockwise", tensor_parallel="fused")
+    assert blocks.communication == "xla"
 
 
 @pytest.mark.parametrize(
