@@ -337,7 +337,7 @@ def test_a_server_reserves_its_gpus_unless_told_otherwise():
     code = """
 import os, jax
 from jaxscale.inference.engine import device_share
-device_share._smallest_gpu = lambda: 80 << 30
+device_share._smallest_gpu = lambda: 13 * 10**9
 reserve = device_share.reserve_for_serving
 old, new = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
 said = []
@@ -345,7 +345,7 @@ for given in ({old: "0.5"}, {new: "0.5"}, {}):
     os.environ |= given
     reserve()
     said.append((os.environ.pop(old, None), os.environ.pop(new, None)))
-assert said == [("0.5", None), (None, "0.5"), (None, "0.95")], said
+assert said == [("0.5", None), (None, "0.5"), (None, "0.9")], said
 assert jax.device_count() == 1  # as before
 reserve()
 assert new not in os.environ

@@ -165,10 +165,10 @@ def forecast(
         # What several hold is there once, for as long as the last of them.
         sizes.sort(key=lambda each: each[2], reverse=True)
         counted: set[int] = set()
-        for c, *more in sizes:
-            found.add(len(set(c.pages) - counted), *more)
+        for c, more, left in sizes:
+            found.add(len(set(c.pages) - counted), more, left)
             counted.update(c.pages)
     else:
-        for c, *more in sizes:
-            found.add(len(c.pages), *more)
+        for c, more, left in sizes:
+            found.add(len(c.pages), more, left)
     return found
