@@ -374,7 +374,10 @@ def make(
     known: Mapping[str, Any] | None = None,
     anew: Collection[str] = (),
 ) -> None:
-    """Train, prune by every mask, train on, and write what is kept, mask by mask.
+    """Train, prune by every mask, train on, and write what is kept.
+
+    A new file is there once it has every mask: others read it. One that is there grows
+    mask by mask.
 
     Args:
         name: Of the model.
@@ -401,6 +404,7 @@ def make(
             "masks": {},
         }
     bits, kept = dict(known["bits_per_byte"]), dict(known["masks"])
+    wanted = {label(*each) for each in masks()} if not kept else set()
     # The host ranks and updates weights for the next masks while the GPU trains. More
     # threads would wait for the interpreter.
     with ThreadPoolExecutor(2) as pool:
@@ -415,7 +419,8 @@ def make(
             bits[key] = bits["dense"] + lost
             print(f"{key}: {bits[key]:.4f} bits a byte", flush=True)
             rounded = {each: round(value, 5) for each, value in bits.items()}
-            write({**known, "bits_per_byte": rounded, "masks": kept})
+            if wanted <= {*kept}:
+                write({**known, "bits_per_byte": rounded, "masks": kept})
 
 
 def _pruned(experiment: Experiment, mask: Any, sparsity: float) -> tuple[Any, list]:

@@ -117,7 +117,12 @@ def test_a_model_is_trained_written_and_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pruned_model, "FILE", tmp_path / "pruned_model.json")
     monkeypatch.setattr(pruned_model, "SPARSITIES", (0.5,))
     monkeypatch.setattr(pruned_model, "SPARSITIES_24", ())
+    seen, write = [], pruned_model.write
+    monkeypatch.setattr(
+        pruned_model, "write", lambda found: seen.append(found) or write(found)
+    )
     pruned_model.make("tiny")
+    assert len(seen) == 1  # nobody reads a file that lacks masks
     without = json.loads(pruned_model.FILE.read_text())
     monkeypatch.setattr(pruned_model, "SPARSITIES_24", (0.75,))
     stored = {**without, "masks": {**without["masks"], "tw 0.5": []}}

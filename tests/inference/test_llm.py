@@ -325,25 +325,30 @@ def test_a_fraction_is_one_of_the_whole_gpu(
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     whole = 140 << 30
     limit = int(whole * float(share or 0.75))
-    assert memory.usable(limit, fraction) == pytest.approx(expected * whole)
-    said = "Set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 before"
+    found = memory.usable(limit, fraction, given=False)
+    assert found == pytest.approx(expected * whole) and not caplog.text
+    assert memory.usable(limit, fraction, given=True) == found
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION" if share else "XLA_CLIENT_MEM_FRACTION"
+    said = f"Set {name}=0.95 before"
     assert (said in caplog.text) == (expected < fraction)
 
 
 def test_a_server_reserves_its_gpus_unless_told_otherwise():
     code = """
 import os, jax
-from jaxscale.inference.engine.device_share import reserve_for_serving as reserve
+from jaxscale.inference.engine import device_share
+device_share._smallest_gpu = lambda: 13 * 10**9
+reserve = device_share.reserve_for_serving
 old, new = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
 said = []
 for given in ({old: "0.5"}, {new: "0.5"}, {}):
     os.environ |= given
     reserve()
     said.append((os.environ.pop(old, None), os.environ.pop(new, None)))
-assert said == [("0.5", None), (None, "0.5"), ("0.95", None)], said
+assert said == [("0.5", None), (None, "0.5"), (None, "0.9")], said
 assert jax.device_count() == 1  # as before
 reserve()
-assert old not in os.environ
+assert new not in os.environ
 """
     done = subprocess.run(
         [sys.executable, "-c", code],

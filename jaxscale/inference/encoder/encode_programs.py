@@ -242,10 +242,13 @@ class EncodePrograms:
             name: self._jit(
                 functools.partial(on_leaves, function, *last),
                 host if name in vectors else None,
+                donates=name == "encode",
             )
             for name, function in functions.items()
         }
-        self._vectors = vectors if self._in_place else {}
+        # Others may end in a matmul, which may write a value more than once.
+        early = {"encode"} if self._in_place else set()
+        self._vectors = {name: vectors[name] for name in early & {*vectors}}
         self._rows, self._types = rows, types
         self._mesh, self._place = mesh, place
         self._begun: dict[ProgramShape, concurrent.futures.Future[None]] = {}
@@ -288,8 +291,10 @@ class EncodePrograms:
             return None
         return self._buffers.take((self._rows, shape.room, width), np.float32)
 
-    def _jit(self, function: Callable[..., Any], place: Any = None) -> Any:
-        donates = place is not None and self._in_place
+    def _jit(
+        self, function: Callable[..., Any], place: Any = None, *, donates: bool = False
+    ) -> Any:
+        donates = donates and place is not None and self._in_place
         return jax.jit(
             function,
             static_argnums=2,

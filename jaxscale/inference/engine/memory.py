@@ -17,7 +17,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jaxscale.inference.engine.config import EngineConfig
-from jaxscale.inference.engine.device_share import SERVING, reserved_share
+from jaxscale.inference.engine.device_share import (
+    SERVING,
+    reserved_share,
+    share_name,
+)
 from jaxscale.inference.engine.kv_scales import FP8
 from jaxscale.inference.engine.scheduling.scheduler_config import (
     SchedulerConfig,
@@ -97,7 +101,12 @@ def fit(
         page = page // itemsize + shape.num_layers * 2 * (heads // ways) * 4
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
-        available = usable(stats["bytes_limit"], options.memory_fraction)
+        available = usable(
+            stats["bytes_limit"],
+            options.memory_fraction,
+            given=options.num_pages is None
+            and options.memory_fraction != EngineConfig.memory_fraction,
+        )
         used = int(stats.get("bytes_in_use", 0))
         taken = used + weights if is_abstract(model) else max(used, weights)
     else:
@@ -145,28 +154,28 @@ def fit(
             f"{page / 2**20:.2f} MiB do not fit into {available / 2**30:.2f} GiB of a "
             f"device, of which {taken / 2**30:.2f} GiB are taken; lower max_len, "
             "num_slots, prefill_tokens or num_pages, raise memory_fraction (and "
-            "XLA_PYTHON_CLIENT_MEM_FRACTION, what JAX reserves), or split "
-            "the model over more devices"
+            f"{share_name()}, what JAX reserves), or split the model over more devices"
         )
     return dataclasses.replace(config, num_pages=memory.num_pages), memory
 
 
-def usable(limit: int, fraction: float) -> int:
+def usable(limit: int, fraction: float, *, given: bool) -> int:
     """Bytes of a GPU that an engine may fill.
 
     Args:
         limit: What JAX reserves of it.
         fraction: `EngineConfig.memory_fraction`, of the whole GPU.
+        given: Whether the user counts on it, and is warned if it is less.
     """
     share = reserved_share()
     wanted, most = int(fraction * limit / share), int(_FILLED * limit)
-    if most < wanted:
+    if given and most < wanted:
         _log.warning(
             "memory_fraction %g of each GPU is more than the engine can have: JAX has "
-            "reserved %g of it. Set XLA_PYTHON_CLIENT_MEM_FRACTION=%g before JAX is "
-            "first used",
+            "reserved %g of it. Set %s=%g before JAX is first used",
             fraction,
             share,
+            share_name(),
             max(SERVING, share),
         )
     return min(wanted, most)

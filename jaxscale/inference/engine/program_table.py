@@ -1,5 +1,6 @@
 """The compiled programs of an engine, and which of them stand in for others."""
 
+import collections
 import concurrent.futures
 import contextlib
 import logging
@@ -171,17 +172,32 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
             cache: Cache of compiled programs.
             placement: Names the shardings of the results.
             progress: Called after each program that is waited for, until `stop`.
+
+        Raises:
+            Exception: what `progress` or a program that is waited for raises. No others
+                are begun then.
         """
         self._total = len(first) + len(behind)
         python, pool = (concurrent.futures.ThreadPoolExecutor(n) for n in (1, None))
         waited_for = threading.Event()
+        broken = collections.deque[tuple[Any, concurrent.futures.Future[Any]]]()
 
         def lower(traced: Any) -> Any:
             with scope(), keep_modules():
                 return traced.lower()
 
+        def lower_broken() -> None:
+            """Lower what was not in the cache after all, before more is traced."""
+            while broken:
+                traced, lowered = broken.popleft()
+                try:
+                    lowered.set_result(lower(traced))
+                except BaseException as error:  # for the thread that waits
+                    lowered.set_exception(error)
+
         def prepare(program: Program) -> tuple[str, Any, Any] | None:
             """Name, trace and module; the module only if it must be compiled."""
+            lower_broken()
             if self._has_ended():
                 return None
             key, fn, shapes = program
@@ -207,7 +223,11 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
                 with scope():
                     found = cache.load(name)
             if found is None:
-                lowered = lowered or python.submit(lower, traced).result()
+                if lowered is None:
+                    again = concurrent.futures.Future[Any]()
+                    broken.append((traced, again))
+                    python.submit(lower_broken)
+                    lowered = again.result()
                 with scope():
                     found = lowered.compile()
                 if cache is not None:
@@ -228,6 +248,9 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
                 with self._telling:
                     if progress is not None and not self._stopped:
                         progress()
+        except BaseException:  # nobody waits for the others either
+            self.stop()
+            raise
         finally:
             waited_for.set()
         for future in futures[len(first) :]:

@@ -456,6 +456,15 @@ def test_memory_is_free_once_all_of_its_last_result_is_there():
         view[...] = 1
 
 
+def test_only_vectors_are_read_as_they_appear(monkeypatch):
+    """Logits may be what a matmul writes, whose values need not be its last ones."""
+    monkeypatch.setattr(EncodePrograms, "_writes_result_once", lambda *_: True)
+    head = encoder_head(encoder_preset("bert_tiny"), "sequence", num_labels=3)
+    programs = make(head)._programs
+    assert {*programs._vectors} == {"encode"}
+    assert programs._result(ProgramShape("predict", 128, 32)) is None
+
+
 def test_programs_read_tokens_in_memory_of_the_host():
     """Written again only once the program that reads them is done."""
     head = encoder_head(encoder_preset("bert_tiny"), "sequence", num_labels=3)

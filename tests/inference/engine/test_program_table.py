@@ -1,5 +1,6 @@
 """Programs that are compiled behind, and what stands in for them meanwhile."""
 
+import concurrent.futures
 import contextlib
 import functools
 import gc
@@ -12,6 +13,7 @@ import pytest
 from jaxscale.inference import EngineConfig, Overloaded
 from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.make import freeze_gc_heap
+from jaxscale.inference.engine.program_cache import ProgramCache
 from jaxscale.inference.engine.program_table import ProgramTable
 from jaxscale.inference.engine.scheduling.scheduler_output import KEY_BLOCK
 from pallas_kernels.varlen_attention import paged
@@ -138,6 +140,106 @@ def test_what_is_waited_for_is_compiled_by_itself():
     assert python == [(step, key) for key in "abcd" for step in ("trace", "lower")]
     compiled = [key for step, key in done if step == "compile"]
     assert set(compiled[:2]) == {"a", "b"} and set(compiled[2:]) == {"c", "d"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
+def test_nothing_is_compiled_behind_what_fails(error):
+    made, now, begun = table(), threading.Event(), []
+    pools = []
+
+    class Pool(concurrent.futures.ThreadPoolExecutor):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            pools.append(self)
+
+    class Behind(Jitted):
+        def compile(self):
+            begun.append(self)
+
+    def progress():
+        raise error
+
+    now.set()
+    raises = error if isinstance(error, RuntimeError) else None
+    options = {"scope": contextlib.nullcontext, "cache": None, "placement": ""}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(concurrent.futures, "ThreadPoolExecutor", Pool)
+        made.compile(
+            [(("a",), Jitted(now, raises), ())],
+            [((name,), Behind(now), ()) for name in "bcd"],
+            progress=progress,
+            **options,
+        )
+    for pool in pools:
+        pool.shutdown()
+    assert not begun
+
+
+def test_a_broken_file_of_the_cache_does_not_wait_for_what_is_behind():
+    made, done, busy = table(), [], threading.Event()
+
+    class Cache(ProgramCache):
+        def __init__(self):
+            pass
+
+        def name(self, traced, where):
+            return traced.key
+
+        def __contains__(self, name):
+            return name == "a"
+
+        def load(self, name):
+            assert busy.wait(600)
+
+        def store(self, name, found):
+            pass
+
+    class Noted(Jitted):
+        def __init__(self, key):
+            self.key = key
+
+        def trace(self):
+            if self.key == "b":
+                busy.set()
+                while not made_again():
+                    time.sleep(0.001)
+            done.append(("trace", self.key))
+            return self
+
+        def lower(self):
+            done.append(("lower", self.key))
+            return self
+
+        def compile(self):
+            return print
+
+    pools = []
+
+    class Pool(concurrent.futures.ThreadPoolExecutor):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            pools.append(self)
+
+    def made_again():
+        """Whether the one thread has been asked for one thing more."""
+        return pools[0]._work_queue.qsize() > 3
+
+    programs = [((key,), Noted(key), ()) for key in "abcde"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(concurrent.futures, "ThreadPoolExecutor", Pool)
+        made.compile(
+            programs[:1],
+            programs[1:],
+            scope=contextlib.nullcontext,
+            cache=Cache(),
+            placement="",
+            progress=None,
+        )
+    for pool in reversed(pools):
+        pool.shutdown()
+    order = [each for each in done if each[1] == "a" or each[0] == "trace"]
+    assert order.index(("lower", "a")) < order.index(("trace", "c"))
+    assert made.whole
 
 
 def test_nothing_is_told_after_a_stop():

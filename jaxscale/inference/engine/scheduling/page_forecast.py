@@ -11,17 +11,22 @@ from jaxscale.inference.engine.scheduling.sequence import Sequence
 
 
 _MOST = 4096  # tokens of an answer that are expected at most
+_USUAL = 256.0  # of one without a bound, until some have ended
 _KEPT = 0.99  # weight of what is known, with each sequence that ends
 
 
 class AnswerLengths:
-    """What share of the tokens that they may have sequences take.
+    """How many tokens sequences take, by those before.
+
+    With `SamplingParams.max_tokens`, a share of these: all, until one has ended.
+    Without, as many as others without.
 
     Example:
-        >>> from jaxscale.inference.request import Request
+        >>> from jaxscale.inference.request import Request, SamplingParams
         >>> c = Sequence(
-        ...     request=Request(prompt=[1]), index=0, order=(0, 1, 0), seed=0,
-        ...     limit=101, stops=frozenset(), tokens=[1] * 26,
+        ...     request=Request(prompt=[1], params=SamplingParams(max_tokens=100)),
+        ...     index=0, order=(0, 1, 0), seed=0, limit=101, stops=frozenset(),
+        ...     tokens=[1] * 26,
         ... )
         >>> lengths = AnswerLengths()
         >>> lengths.left(c)
@@ -32,19 +37,47 @@ class AnswerLengths:
     """
 
     def __init__(self) -> None:
-        """Until one has ended, all take all that they may."""
-        self._taken = self._allowed = 0.0
+        """Of an answer without a bound nothing is known but a usual length."""
+        # Tokens that were taken, and of how many: of answers with a bound; without one,
+        # of how many answers.
+        self._known = {True: (0.0, 0.0), False: (_USUAL, 1.0)}
+        self._ratio = {True: 1.0, False: _USUAL}
 
-    def ended(self, c: Sequence) -> None:
-        """Note the tokens of a sequence that has ended by itself."""
-        allowed = c.limit - len(c.request.prompt)
-        self._taken = _KEPT * self._taken + min(c.num_drawn, _MOST)
-        self._allowed = _KEPT * self._allowed + min(allowed, _MOST)
+    def ended(self, c: Sequence, *, itself: bool = True) -> None:
+        """Note the tokens of a sequence that has ended, maybe because it was told to.
+
+        The latter would have had more, so they count where they are more than expected.
+        """
+        bounded, unit, drawn = _parts(c)
+        if itself or drawn > self._ratio[bounded] * unit:
+            taken, of = self._known[bounded]
+            self._known[bounded] = _KEPT * taken + drawn, _KEPT * of + unit
+            self.watch(())
+
+    def watch(self, running: Iterable[Sequence]) -> None:
+        """Take account of those that run and have more tokens than was expected."""
+        parts = [_parts(c) for c in running]
+        for bounded, (taken, of) in self._known.items():
+            expected = taken / of if of else 1.0
+            for b, unit, drawn in parts:
+                if b == bounded and drawn > expected * unit:
+                    taken, of = taken + drawn, of + unit
+            self._ratio[bounded] = taken / of if of else 1.0
 
     def left(self, c: Sequence) -> float:
         """Tokens that a sequence is expected to have yet."""
-        share = self._taken / self._allowed if self._allowed else 1.0
-        return share * min(c.limit - len(c.tokens), _MOST)
+        bounded, _, drawn = _parts(c)
+        ratio, most = self._ratio[bounded], min(c.limit - len(c.tokens), _MOST)
+        if bounded:
+            return ratio * most
+        return min(max(ratio - drawn, ratio / 4), most)
+
+
+def _parts(c: Sequence) -> tuple[bool, int, int]:
+    """Whether an answer has a bound; this, or one answer; its tokens as yet."""
+    bounded = c.request.params.max_tokens is not None
+    allowed = min(c.limit - len(c.request.prompt), _MOST)
+    return bounded, allowed if bounded else 1, min(c.num_drawn, _MOST)
 
 
 class PageForecast:
@@ -121,11 +154,21 @@ def forecast(
         level: `Sequence.order[0]` of the priority; others yield to it.
     """
     running, size = list(running), pool.page_size
-    # What several sequences hold is there once.
-    shared = sum(len(c.pages) for c in running) - pool.num_held
-    found = PageForecast(pool.num_pages + max(shared, 0), page_size=size)
-    for c in running:
-        if c.order[0] <= level:
-            held = len(c.pages)
-            found.add(held, *growth(c, held, lengths, size))
+    lengths.watch(running)
+    found = PageForecast(pool.num_pages, page_size=size)
+    sizes = [
+        (c, *growth(c, len(c.pages), lengths, size))
+        for c in running
+        if c.order[0] <= level
+    ]
+    if sum(len(c.pages) for c in running) > pool.num_held:
+        # What several hold is there once, for as long as the last of them.
+        sizes.sort(key=lambda each: each[2], reverse=True)
+        counted: set[int] = set()
+        for c, more, left in sizes:
+            found.add(len(set(c.pages) - counted), more, left)
+            counted.update(c.pages)
+    else:
+        for c, more, left in sizes:
+            found.add(len(c.pages), more, left)
     return found

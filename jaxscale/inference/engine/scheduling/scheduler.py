@@ -80,6 +80,7 @@ class Scheduler:
         self._tables = PageTables(config)
         self._lengths = AnswerLengths()
         self._refused: tuple[Sequence, int] | None = None  # with `_changes` of then
+        self._again = 0  # the tick in which that one is looked at again
         self._changes = 0  # of who holds pages
         self._updates = RowUpdates(self._slots)
         self._events: list[SchedulerEvent] = []
@@ -198,8 +199,8 @@ class Scheduler:
         elif not self._requests.is_held(c):
             self._waiting.leave(c)
         c.state, c.finish = SequenceStatus.ENDED, reason
-        if reason in ("stop", "length") and c.admitted:
-            self._lengths.ended(c)
+        if c.admitted:
+            self._lengths.ended(c, itself=reason in ("stop", "length"))
         event = SchedulerEvent(kind="ended", sequence=c, time=now, finish=reason)
         self._events.append(event)
         self._requests.close(c, reason)
@@ -309,7 +310,7 @@ class Scheduler:
         ready: list[Sequence] = []
         expected, level = None, 0
         while (c := self._waiting.peek()) is not None:
-            if self._refused == (c, self._changes):
+            if self._refused == (c, self._changes) and self._tick < self._again:
                 break  # who runs takes what was expected
             room = choose_yielding(
                 c,
@@ -328,7 +329,9 @@ class Scheduler:
             added = self._tables.adds(c, found)
             size = added, *growth(c, held, self._lengths, page_size)
             if not expected.fits(*size):
+                # It may fit before anybody ends: the others' ends come nearer.
                 self._refused = c, self._changes
+                self._again = self._tick + page_size
                 break
             expected.add(*size)
             for other in yielding:

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.inference.engine.scheduling.batch_rows import OutFlag
-from jaxscale.inference.engine.scheduling.page_forecast import PageForecast
+from jaxscale.inference.engine.scheduling.block_pool import BlockPool
+from jaxscale.inference.engine.scheduling.page_forecast import (
+    AnswerLengths,
+    PageForecast,
+    forecast,
+)
 from jaxscale.inference.engine.scheduling.scheduler import Scheduler
 from jaxscale.inference.engine.scheduling.scheduler_config import (
     SchedulerConfig,
@@ -19,7 +24,10 @@ from jaxscale.inference.engine.scheduling.scheduler_config import (
     bucket_sizes,
 )
 from jaxscale.inference.engine.scheduling.scheduler_output import Drawn
-from jaxscale.inference.engine.scheduling.sequence import SequenceStatus
+from jaxscale.inference.engine.scheduling.sequence import (
+    Sequence,
+    SequenceStatus,
+)
 from jaxscale.inference.fair_queue import FairQueue
 from jaxscale.inference.request import (
     Draining,
@@ -331,6 +339,82 @@ def test_nobody_waits_where_there_are_pages_for_all_that_all_slots_may_have():
     assert server.scheduler.counts.preempted == 0
 
 
+@pytest.mark.parametrize(("most", "running"), [(None, 35), (2000, 4)])
+def test_answers_without_a_bound_are_not_expected_to_be_as_long_as_may_be(
+    most, running
+):
+    """Those with a bound are trusted to take it, until some have ended."""
+    sizes = {"num_pages": 600, "page_size": 16, "max_len": 2048, "num_slots": 64}
+    sizes |= {"prefill_requests": 64, "prefill_tokens": 64, "split": 16}
+    scheduler = Scheduler(config(**sizes))
+    for i in range(64):
+        params = SamplingParams(max_tokens=most)
+        scheduler.add(Request(prompt=[1], id=str(i), params=params), now=0.0)
+    scheduler.schedule(now=0.0)
+    assert scheduler.num_running == running
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_lengths_are_learned_from_those_that_do_not_end_by_themselves(bounded):
+    lengths = AnswerLengths()
+    first, second, new = (
+        Sequence(
+            request=Request(
+                prompt=[1], params=SamplingParams(max_tokens=1000 if bounded else None)
+            ),
+            index=0,
+            order=(0, 1, 0),
+            seed=0,
+            limit=1001,
+            stops=frozenset(),
+            tokens=[1] * (1 + drawn),
+        )
+        for drawn in (100, 700, 0)
+    )
+    for _ in range(300):
+        lengths.ended(first)
+    assert lengths.left(new) == pytest.approx(100, rel=0.1)
+    lengths.watch([first, second, new])
+    raised = lengths.left(new)
+    assert 104 < raised < 120  # one more than was expected, which still runs
+    lengths.watch([])
+    assert lengths.left(new) < 104
+    lengths.ended(new, itself=False)  # aborted before it had much: it says nothing
+    assert lengths.left(new) == pytest.approx(100, rel=0.04)
+    lengths.ended(second, itself=False)
+    assert lengths.left(new) == pytest.approx(raised, rel=0.02)
+    assert lengths.left(second) > 20
+
+
+def test_a_shared_page_is_held_until_the_last_of_its_holders_ends():
+    pool = BlockPool(num_pages=12, page_size=4)
+    shared = pool.allocate(4)
+    pool.hold(shared)
+    low = pool.allocate(2)
+    pool.hold(low)
+
+    def running(pages, left, priority):
+        length = len(pages) * 4
+        params = SamplingParams(max_tokens=left)
+        return Sequence(
+            request=Request(prompt=[1] * length, params=params),
+            index=0,
+            order=(-priority, 1, 0),
+            seed=0,
+            limit=length + left,
+            stops=frozenset(),
+            tokens=[1] * length,
+            pages=pages,
+        )
+
+    these = [running(shared, 4, 1), running(shared, 20, 1)]
+    these += [running(low, 8, 0), running(low, 8, 0)]
+    found = forecast(these, AnswerLengths(), pool, -1)
+    # Then the second one holds 9 of 12, when the first has ended, and others yield.
+    assert found.fits(1, 2, 8) and not found.fits(1, 5, 20)
+    assert not found.fits(2, 5, 18)
+
+
 def test_who_ends_early_makes_room_for_more():
     """From the second load on; one that takes all is served as if none had been."""
     server = Server(config(num_pages=40, watermark=0.0), lag=0)
@@ -348,8 +432,20 @@ def test_who_ends_early_makes_room_for_more():
         while not server.scheduler.idle:
             server.tick()
             most[-1] = max(most[-1], server.scheduler.num_running)
-    assert most[0] == 4 and most[2] > 4
+    assert most[0] == 5 and most[2] > 5
     server.check_solo()
+
+
+def test_who_was_refused_is_looked_at_again_before_anybody_ends():
+    """It fits once the one that runs will have ended before both need all pages."""
+    server = Server(config(num_pages=12, watermark=0.0, eos_ids=()), lag=0)
+    server.add(*requests(2, length=2, most=30))
+    while server.scheduler.num_running < 2:
+        server.tick()
+    assert not server.ended and len(server.received["0", 0]) < 25
+    server.run()
+    server.check_solo()
+    assert server.scheduler.counts.preempted == 0
 
 
 def test_the_newest_of_the_lowest_priority_is_preempted(short_answers):
