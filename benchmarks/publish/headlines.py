@@ -76,14 +76,24 @@ HEADLINES = (
         cases=("llama_1b_4k",),
         ours="jaxscale_fp8",
     ),
-    Headline(
-        task="Encode",
-        what="BERT base, 16 packed sequences of 205 to 1,024 tokens",
-        page="bytetransformer-measured.md",
-        file="encoder",
-        cases=("bert_base_b16_l1024",),
-        ours="jaxscale",
-        baselines="torch_*",
+    *(
+        Headline(
+            task=task,
+            what=what,
+            page="bytetransformer-measured.md",
+            file="encode",
+            cases=(case,),
+            ours="jaxscale",
+            baselines="torch_*",
+        )
+        for task, what, case in (
+            (
+                "Encode",
+                "`Encoder.encode` of 16 texts of up to 250 tokens, BERT base",
+                "bert_base_b16_l256",
+            ),
+            ("Encode one text", "the same call with 226 tokens", "bert_base_b1_l256"),
+        )
     ),
     *(
         Headline(
@@ -145,6 +155,7 @@ NAMES = {
     "plain_jax": "plain JAX, cuDNN",
     "torch_async_tp": "PyTorch async TP, no multicast",
     "torch_compile": "PyTorch, compiled",
+    "torch_cuda_graph": "PyTorch, CUDA graph",
     "torch_compile_graphs": "PyTorch, compiled, CUDA graphs",
     "torch_float8": "PyTorch, torchao float8",
     "torch_nccl": "PyTorch, NCCL",
