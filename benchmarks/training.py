@@ -210,7 +210,8 @@ def _in_child(name: str, job: Mapping[str, Any]) -> dict[str, Any]:
     """What `train` gives in a process of its own."""
     environment = dict(os.environ)
     # PyTorch takes what it asks for; JAX would leave a quarter of the memory.
-    environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # JAX takes one of two
+        environment.setdefault("XLA_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     if not timing.on_gpu():
         environment["JAX_NUM_CPU_DEVICES"] = str(job["size"])
     done = subprocess.run(

@@ -237,7 +237,7 @@ def train_command(name: str, run: Any, found: Estimate, config: PlanConfig) -> s
         else:
             options.append(f"--{option} {value}")
     options += [f"--xla-flags {preset}" for preset in xla_flags(found.layout)]
-    share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={max(config.memory_share, 0.75):g}"
+    share = f"XLA_CLIENT_MEM_FRACTION={max(config.memory_share, 0.75):g}"
     return f"{share} jaxscale train {name} " + " ".join(options)
 
 

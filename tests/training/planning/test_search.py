@@ -354,7 +354,7 @@ def test_the_command_is_one_that_train_takes(given):
     share, jaxscale, train, run, *options = train_command(
         name, run, plan.best, plan.config
     ).split()
-    assert share == "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9"
+    assert share == "XLA_CLIENT_MEM_FRACTION=0.9"
     assert (jaxscale, train, run) == ("jaxscale", "train", name)
     command = parse(
         TrainCommand,
