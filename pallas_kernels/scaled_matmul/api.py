@@ -34,6 +34,7 @@ from pallas_kernels.scaled_matmul.config import (
     ScaledMatmulConfig,
     ScaledProblem,
     heuristic,
+    heuristic_of_blocks,
 )
 from pallas_kernels.scaled_matmul.quantize import check_fp8
 
@@ -222,7 +223,7 @@ def _mosaic_gpu(
         arrays=(a, b, a_scale, b_scale),
         check=mosaic_gpu.check_problem,
         config=call.config,
-        heuristic=heuristic,
+        heuristic=heuristic_of_blocks if a_scale.ndim == 2 else heuristic,
     )
     return mosaic_gpu.scaled_matmul(
         a,

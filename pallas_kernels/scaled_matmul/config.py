@@ -89,4 +89,10 @@ _TILES = (
 )
 
 heuristic = functools.partial(matmul_config.heuristic, tiles=_TILES)
+# Scales of blocks stay in registers while a stage is multiplied, beside all columns of
+# a consumer: 64 + 64 registers for sums and 34 for scales. Wider tiles spill.
+heuristic_of_blocks = functools.partial(
+    matmul_config.heuristic,
+    tiles=[tile for tile in _TILES if tile.tile_n <= DEPTH],
+)
 candidates = functools.partial(matmul_config.candidates, tiles=_TILES)

@@ -105,7 +105,7 @@ def promote_tile(
     slot: Scalar,
     *,
     scale: Callable[[Sums], Sums] = lambda sums: sums,
-    weigh: Callable[[Scalar], Callable[[slice, jax.Array], jax.Array]] | None = None,
+    weigh: "StageScales | None" = None,
     k_tiles: int | None = None,
     meanwhile: Callable[[], None] | None = None,
     then: tuple[Any, Callable[[Any, Any, Any], tuple[Any, Any]]] | None = None,
@@ -118,8 +118,7 @@ def promote_tile(
         consumer: int32, which of the consumers this warpgroup is.
         slot: int32, the next stage of the ring.
         scale: what makes sums of products of what the operands stand for.
-        weigh: a function of a stage's number, called before its matmuls. It gives a
-            function of columns and their sums in that stage: what is added.
+        weigh: scales of the sums of each stage.
         k_tiles: stages that the tile consumes; by default those of `tiles`.
         meanwhile: called once between two stages, some time after the last tile.
         then: int32, how many stages follow that are added after `scale`, and where the
@@ -143,11 +142,10 @@ def promote_tile(
         return pl.run_state(scoped)(sums)
 
     def step(operands: Any, k: Any, carry: Any) -> Any:
-        slot, sums = carry
+        slot, sums, scales = carry
         plgpu.barrier_wait(scratch["full"].at[slot])
         x, w = operands(scratch, slot, consumer)
         found, start = [], nothing
-        scaled = (lambda _, sums: sums) if weigh is None else weigh(k)
         for number, (part, total) in enumerate(zip(parts, sums, strict=True), 1):
             more = product(x, w.at[:, part], start)
             if number == len(parts):
@@ -157,25 +155,30 @@ def promote_tile(
                 # Others ptxas may write beside them, and spill hundreds of bytes.
                 never = lax.broadcast(slot < 0, more.shape)
                 start = jnp.where(never, more, nothing)
-            found.append(total + scaled(part, more))
-        return next_slot(slot, stages), tuple(found)
+            if weigh is not None:
+                more = weigh.scaled(scales, number - 1, more)
+            found.append(total + more)
+        if weigh is not None:
+            scales = weigh.load(k + 1)
+        return next_slot(slot, stages), tuple(found), scales
 
     width = parts[0].stop
     nothing = plgpu.layout_cast(
         jnp.zeros((rows, width), jnp.float32), plgpu.Layout.WGMMA
     )
-    carry = slot, (nothing,) * len(parts)
+    scales = () if weigh is None else weigh.load(0)
+    carry = slot, (nothing,) * len(parts), scales
     step_here = functools.partial(step, tiles.operands)
     early = min(k_tiles, 1) if meanwhile is not None else 0
     carry = lax.fori_loop(0, early, step_here, carry)
     if meanwhile is not None:
         meanwhile()
-    slot, sums = lax.fori_loop(early, k_tiles, step_here, carry)
-    carry = slot, scale(sums)
+    slot, sums, scales = lax.fori_loop(early, k_tiles, step_here, carry)
+    carry = slot, scale(sums), scales
     if then is not None:
         count, operands = then
         carry = lax.fori_loop(0, count, functools.partial(step, operands), carry)
-    slot, sums = carry
+    slot, sums, _ = carry
     return sums, slot
 
 
@@ -287,11 +290,22 @@ class Scales:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StageScales:
+    """Scales of the sums of one stage, in a consumer's registers."""
+
+    load: Callable[[Scalar], Any]
+    """Starts to load the scales of a stage, of the last one's successor too."""
+    scaled: Callable[[Any, int, jax.Array], jax.Array]
+    """Multiplies sums of a part of the columns by such scales."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockScales:
     """Scales of blocks of `DEPTH` numbers of a row, for the sums of a stage.
 
-    Those of rows are read while the tensor cores multiply. They and those of square
-    blocks take few registers; those of columns are read where they are multiplied.
+    They pass from global memory to registers while the tensor cores have the stage: a
+    lane needs those of its rows, two of 64, and of its columns, a quarter of them, or
+    one of a square.
     """
 
     tiles: Tiles
@@ -300,7 +314,9 @@ class BlockScales:
     """Blocks of the right operand have `DEPTH` rows, and one scale."""
 
     def operands(self, a_scale: jax.Array, b_scale: jax.Array) -> Sums:
-        """What the kernel takes: [K/128,M] and [K/128,N], in whole tiles.
+        """What the kernel takes: [K/128+1,M] and [K/128+1,N], in whole tiles.
+
+        The last row is loaded, and never used.
 
         Args:
             a_scale: [m, K/128].
@@ -313,17 +329,17 @@ class BlockScales:
             (a_scale, b_scale), self.tiles.counts, sizes, strict=True
         ):
             missing = count * size - scale.shape[0]
-            found.append(jnp.pad(scale, ((0, missing), (0, 0))).T)
+            found.append(jnp.pad(scale, ((0, missing), (0, 1))).T)
         return tuple(found)
 
     def weigh(
         self, a_scale: Ref, b_scale: Ref, m: Scalar, n: Scalar, consumer: Scalar
-    ) -> Callable[[Scalar], Callable[[slice, jax.Array], jax.Array]]:
-        """Consumer: what multiplies sums of output tile (m, n), for `promote_tile`.
+    ) -> StageScales:
+        """Consumer: the scales of the stages of output tile (m, n), for `promote_tile`.
 
         Args:
-            a_scale: [K/128,M], in global memory.
-            b_scale: [K/128,N], in global memory.
+            a_scale: [K/128+1,M], in global memory.
+            b_scale: [K/128+1,N], in global memory.
             m: tile index along the rows.
             n: tile index along the columns.
             consumer: int32, which of the consumers this warpgroup is.
@@ -333,32 +349,36 @@ class BlockScales:
         row = m * config.tile_m + (consumer * block_m if split == "m" else 0)
         first = n * config.tile_n + (consumer * block_n if split == "n" else 0)
         parts = config.product_columns
-        square = self.square and DEPTH % parts[0].stop == 0
+        width = parts[0].stop
+        square = self.square and DEPTH % width == 0
 
-        def stage(k: Scalar) -> Callable[[slice, jax.Array], jax.Array]:
+        def load(k: Scalar) -> tuple[jax.Array, list[jax.Array]]:
             rows = plgpu.load(
                 a_scale.at[k, pl.ds(row, block_m)],
                 layout=plgpu.Layout.WGMMA.reduce(1),
                 optimized=False,
             )
-            ones = {p.start: b_scale[k, first + p.start] for p in parts if square}
+            if square:
+                return rows, [b_scale[k, first + part.start] for part in parts]
+            columns = [
+                plgpu.load(
+                    b_scale.at[k, pl.ds(first + part.start, width)],
+                    layout=plgpu.Layout.WGMMA.reduce(0),
+                    optimized=False,
+                )
+                for part in parts
+            ]
+            return rows, columns
 
-            def scaled(part: slice, sums: jax.Array) -> jax.Array:
-                if square:
-                    # With one factor, times that of the row, ptxas spills.
-                    sums = sums * lax.broadcast(ones[part.start], sums.shape)
-                else:
-                    columns = plgpu.load(
-                        b_scale.at[k, pl.ds(first + part.start, sums.shape[1])],
-                        layout=plgpu.Layout.WGMMA.reduce(0),
-                        optimized=False,
-                    )
-                    sums = sums * lax.broadcast_in_dim(columns, sums.shape, (1,))
-                return sums * lax.broadcast_in_dim(rows, sums.shape, (0,))
+        def scaled(scales: Any, part: int, sums: jax.Array) -> jax.Array:
+            rows, columns = scales[0], scales[1][part]
+            if square:
+                rows = rows * lax.broadcast(columns, rows.shape)
+            else:
+                sums = sums * lax.broadcast_in_dim(columns, sums.shape, (1,))
+            return sums * lax.broadcast_in_dim(rows, sums.shape, (0,))
 
-            return scaled
-
-        return stage
+        return StageScales(load=load, scaled=scaled)
 
 
 def scaled_matmul(
