@@ -141,13 +141,27 @@ def promote_tile(
         sums: Any = plgpu.WGMMAAccumulatorRef.init(start)
         return pl.run_state(scoped)(sums)
 
+    def first_product(x: Ref, w: Ref, weigh: StageScales, following: Any) -> Any:
+        def scoped(acc: Ref) -> tuple[jax.Array, Any]:
+            wgmma_fence()  # pyright: ignore[reportCallIssue]  (the context is passed)
+            plgpu.wgmma(acc, x, w)
+            # Earlier, ptxas would have the tensor cores wait for what is loaded.
+            scales = weigh.load(following)
+            return acc[...], scales
+
+        return pl.run_scoped(scoped, plgpu.ACC((rows, width), jnp.float32))
+
     def step(operands: Any, k: Any, carry: Any) -> Any:
         slot, sums, scales = carry
+        following: Any = ()
         plgpu.barrier_wait(scratch["full"].at[slot])
         x, w = operands(scratch, slot, consumer)
         found, start = [], nothing
         for number, (part, total) in enumerate(zip(parts, sums, strict=True), 1):
-            more = product(x, w.at[:, part], start)
+            if weigh is None or number > 1:
+                more = product(x, w.at[:, part], start)
+            else:
+                more, following = first_product(x, w.at[:, part], weigh, k + 1)
             if number == len(parts):
                 plgpu.barrier_arrive(scratch["empty"].at[slot])
             else:
@@ -158,9 +172,7 @@ def promote_tile(
             if weigh is not None:
                 more = weigh.scaled(scales, number - 1, more)
             found.append(total + more)
-        if weigh is not None:
-            scales = weigh.load(k + 1)
-        return next_slot(slot, stages), tuple(found), scales
+        return next_slot(slot, stages), tuple(found), following
 
     width = parts[0].stop
     nothing = plgpu.layout_cast(
@@ -170,10 +182,14 @@ def promote_tile(
     carry = slot, (nothing,) * len(parts), scales
     step_here = functools.partial(step, tiles.operands)
     early = min(k_tiles, 1) if meanwhile is not None else 0
+    together = 1 if weigh is None else 2
+    early += (k_tiles - early) % together
     carry = lax.fori_loop(0, early, step_here, carry)
     if meanwhile is not None:
         meanwhile()
-    slot, sums, scales = lax.fori_loop(early, k_tiles, step_here, carry)
+    slot, sums, scales = lax.fori_loop(
+        early, k_tiles, step_here, carry, unroll=together
+    )
     carry = slot, scale(sums), scales
     if then is not None:
         count, operands = then
