@@ -34,7 +34,6 @@ from pallas_kernels.scaled_matmul.config import (
     ScaledMatmulConfig,
     ScaledProblem,
     heuristic,
-    heuristic_of_blocks,
 )
 from pallas_kernels.scaled_matmul.quantize import check_fp8
 
@@ -215,15 +214,16 @@ def _xla(a: Array, b: Array, a_scale: Array, b_scale: Array, call: _Call) -> Arr
 def _mosaic_gpu(
     a: Array, b: Array, a_scale: Array, b_scale: Array, call: _Call
 ) -> Array:
+    problem = ScaledProblem.of(a, b, call.out_dtype, rhs_transposed=True)
     device, config = tuned_configs.hopper_config(
         "scaled_matmul",
-        ScaledProblem.of(a, b, call.out_dtype, rhs_transposed=True),
+        dataclasses.replace(problem, blocks=a_scale.ndim == 2),
         call.device,
         ScaledMatmulConfig,
         arrays=(a, b, a_scale, b_scale),
         check=mosaic_gpu.check_problem,
         config=call.config,
-        heuristic=heuristic_of_blocks if a_scale.ndim == 2 else heuristic,
+        heuristic=heuristic,
     )
     return mosaic_gpu.scaled_matmul(
         a,

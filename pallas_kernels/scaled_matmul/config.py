@@ -4,7 +4,6 @@ Axis letters: M rows, K contraction, N columns.
 """
 
 import dataclasses
-import functools
 
 from pallas_kernels.matmul import config as matmul_config
 from pallas_kernels.matmul.config import MatmulConfig, Problem
@@ -65,12 +64,29 @@ class ScaledMatmulConfig(MatmulConfig):
         """Columns of a consumer's part, in parts that are promoted together."""
         return promoted_columns(self.block) or []
 
+    @property
+    def scales_blocks(self) -> bool:
+        """Scales of blocks fit in registers: of 64 x 128 at most, in one square.
+
+        Beside 64 registers for sums there are 64 for those of a stage, and 64 for those
+        of the next one or 34 for each of two stages' scales. Wider ones spill.
+        """
+        rows, columns = self.block
+        return rows * columns <= 64 * DEPTH and columns <= DEPTH
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledProblem(Problem):
     """An fp8 matmul ``[M,K] x [N,K]^T -> [M,N]``."""
 
     rhs_transposed: bool = True
+    blocks: bool = False
+    """Operands have scales of blocks of `DEPTH` numbers of a row."""
+
+    @property
+    def key(self) -> str:
+        """Key in the tables of tuned configs, see `Problem.key`."""
+        return super().key + (" blocks" if self.blocks else "")
 
     def cut(self, device: DeviceSpec) -> ScaledMatmulConfig:
         """The config of an untuned problem."""
@@ -88,11 +104,18 @@ _TILES = (
     ScaledMatmulConfig(tile_m=64, tile_n=128, stages=8, store_slots=1, split="n"),
 )
 
-heuristic = functools.partial(matmul_config.heuristic, tiles=_TILES)
-# Scales of blocks stay in registers while a stage is multiplied, beside all columns of
-# a consumer: 64 + 64 registers for sums and 34 for scales. Wider tiles spill.
-heuristic_of_blocks = functools.partial(
-    matmul_config.heuristic,
-    tiles=[tile for tile in _TILES if tile.tile_n <= DEPTH],
-)
-candidates = functools.partial(matmul_config.candidates, tiles=_TILES)
+
+def _tiles(problem: ScaledProblem) -> list[ScaledMatmulConfig]:
+    return [tile for tile in _TILES if not problem.blocks or tile.scales_blocks]
+
+
+def heuristic(problem: ScaledProblem, device: DeviceSpec) -> ScaledMatmulConfig:
+    """The config of a problem that was never tuned."""
+    return matmul_config.heuristic(problem, device, _tiles(problem))
+
+
+def candidates(
+    problem: ScaledProblem, device: DeviceSpec
+) -> tuple[ScaledMatmulConfig, ...]:
+    """Configs for the tuner."""
+    return matmul_config.candidates(problem, device, _tiles(problem))

@@ -105,7 +105,6 @@ def promote_tile(
     slot: Scalar,
     *,
     scale: Callable[[Sums], Sums] = lambda sums: sums,
-    weigh: "StageScales | None" = None,
     k_tiles: int | None = None,
     meanwhile: Callable[[], None] | None = None,
     then: tuple[Any, Callable[[Any, Any, Any], tuple[Any, Any]]] | None = None,
@@ -118,7 +117,6 @@ def promote_tile(
         consumer: int32, which of the consumers this warpgroup is.
         slot: int32, the next stage of the ring.
         scale: what makes sums of products of what the operands stand for.
-        weigh: scales of the sums of each stage.
         k_tiles: stages that the tile consumes; by default those of `tiles`.
         meanwhile: called once between two stages, some time after the last tile.
         then: int32, how many stages follow that are added after `scale`, and where the
@@ -141,27 +139,13 @@ def promote_tile(
         sums: Any = plgpu.WGMMAAccumulatorRef.init(start)
         return pl.run_state(scoped)(sums)
 
-    def first_product(x: Ref, w: Ref, weigh: StageScales, following: Any) -> Any:
-        def scoped(acc: Ref) -> tuple[jax.Array, Any]:
-            wgmma_fence()  # pyright: ignore[reportCallIssue]  (the context is passed)
-            plgpu.wgmma(acc, x, w)
-            # Earlier, ptxas would have the tensor cores wait for what is loaded.
-            scales = weigh.load(following)
-            return acc[...], scales
-
-        return pl.run_scoped(scoped, plgpu.ACC((rows, width), jnp.float32))
-
-    def step(operands: Any, k: Any, carry: Any) -> Any:
-        slot, sums, scales = carry
-        following: Any = ()
+    def step(operands: Any, _: Any, carry: Any) -> Any:
+        slot, sums = carry
         plgpu.barrier_wait(scratch["full"].at[slot])
         x, w = operands(scratch, slot, consumer)
         found, start = [], nothing
         for number, (part, total) in enumerate(zip(parts, sums, strict=True), 1):
-            if weigh is None or number > 1:
-                more = product(x, w.at[:, part], start)
-            else:
-                more, following = first_product(x, w.at[:, part], weigh, k + 1)
+            more = product(x, w.at[:, part], start)
             if number == len(parts):
                 plgpu.barrier_arrive(scratch["empty"].at[slot])
             else:
@@ -169,33 +153,84 @@ def promote_tile(
                 # Others ptxas may write beside them, and spill hundreds of bytes.
                 never = lax.broadcast(slot < 0, more.shape)
                 start = jnp.where(never, more, nothing)
-            if weigh is not None:
-                more = weigh.scaled(scales, number - 1, more)
             found.append(total + more)
-        return next_slot(slot, stages), tuple(found), following
+        return next_slot(slot, stages), tuple(found)
 
     width = parts[0].stop
     nothing = plgpu.layout_cast(
         jnp.zeros((rows, width), jnp.float32), plgpu.Layout.WGMMA
     )
-    scales = () if weigh is None else weigh.load(0)
-    carry = slot, (nothing,) * len(parts), scales
+    carry = slot, (nothing,) * len(parts)
     step_here = functools.partial(step, tiles.operands)
     early = min(k_tiles, 1) if meanwhile is not None else 0
-    together = 1 if weigh is None else 2
-    early += (k_tiles - early) % together
     carry = lax.fori_loop(0, early, step_here, carry)
     if meanwhile is not None:
         meanwhile()
-    slot, sums, scales = lax.fori_loop(
-        early, k_tiles, step_here, carry, unroll=together
-    )
-    carry = slot, scale(sums), scales
+    slot, sums = lax.fori_loop(early, k_tiles, step_here, carry)
+    carry = slot, scale(sums)
     if then is not None:
         count, operands = then
         carry = lax.fori_loop(0, count, functools.partial(step, operands), carry)
-    slot, sums, _ = carry
+    slot, sums = carry
     return sums, slot
+
+
+def promote_blocks(
+    tiles: Tiles,
+    scratch: Mapping[str, Ref],
+    consumer: Scalar,
+    slot: Scalar,
+    scales: "StageScales",
+) -> tuple[Sums, Scalar]:
+    """Consumer: accumulates the matmuls of one output tile, each stage's sums scaled.
+
+    With `StageScales.overlap` the tensor cores write the sums of a stage while those of
+    the stage before, in registers of their own, are promoted.
+
+    Args:
+        tiles: the cut, whose columns are promoted together.
+        scratch: what `Tiles.scratch_types` allocated.
+        consumer: int32, which of the consumers this warpgroup is.
+        slot: int32, the next stage of the ring.
+        scales: what sums of a stage are multiplied by.
+
+    Returns:
+        The sums, and the stage after the last one consumed.
+    """
+    shape, overlap = tiles.config.block, scales.overlap
+
+    def step(k: Any, carry: Any) -> Any:
+        slot, sums, before, factors = carry
+        plgpu.barrier_wait(scratch["full"].at[slot])
+        x, w = tiles.operands(scratch, slot, consumer)
+
+        def multiply(acc: Ref) -> Any:
+            wgmma_fence()  # pyright: ignore[reportCallIssue]  (the context is passed)
+            plgpu.wgmma(acc, x, w)
+            # Earlier, ptxas would have the tensor cores wait for what is loaded.
+            following = scales.load(k if overlap else k + 1)
+            total = sums + scales.scaled(factors, before) if overlap else sums
+            return acc[...], total, following
+
+        found, sums, following = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+        plgpu.barrier_arrive(scratch["empty"].at[slot])
+        if not overlap:
+            sums, found = sums + scales.scaled(factors, found), ()
+        return next_slot(slot, tiles.config.stages), sums, found, following
+
+    sums = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    before, factors = (), scales.load(0)
+    if overlap:
+        before, factors = sums, jax.tree.map(jnp.zeros_like, factors)
+    carry, odd = (slot, sums, before, factors), tiles.k_tiles % 2
+    carry = lax.fori_loop(0, odd, step, carry)
+    # By two: otherwise what passes from a stage to the next is copied, as soon as it is
+    # there, and the tensor cores wait for that as well.
+    carry = lax.fori_loop(odd, tiles.k_tiles, step, carry, unroll=2)
+    slot, sums, before, factors = carry
+    if overlap:
+        sums = sums + scales.scaled(factors, before)
+    return (sums,), slot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,8 +346,10 @@ class StageScales:
 
     load: Callable[[Scalar], Any]
     """Starts to load the scales of a stage, of the last one's successor too."""
-    scaled: Callable[[Any, int, jax.Array], jax.Array]
-    """Multiplies sums of a part of the columns by such scales."""
+    scaled: Callable[[Any, jax.Array], jax.Array]
+    """Multiplies sums by such scales."""
+    overlap: bool
+    """They leave registers for sums of two stages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -348,10 +385,10 @@ class BlockScales:
             found.append(jnp.pad(scale, ((0, missing), (0, 1))).T)
         return tuple(found)
 
-    def weigh(
+    def of_stages(
         self, a_scale: Ref, b_scale: Ref, m: Scalar, n: Scalar, consumer: Scalar
     ) -> StageScales:
-        """Consumer: the scales of the stages of output tile (m, n), for `promote_tile`.
+        """Consumer: scales of the stages of output tile (m, n), for `promote_blocks`.
 
         Args:
             a_scale: [K/128+1,M], in global memory.
@@ -363,38 +400,30 @@ class BlockScales:
         config = self.tiles.config
         (block_m, block_n), split = config.block, config.split
         row = m * config.tile_m + (consumer * block_m if split == "m" else 0)
-        first = n * config.tile_n + (consumer * block_n if split == "n" else 0)
-        parts = config.product_columns
-        width = parts[0].stop
-        square = self.square and DEPTH % width == 0
+        column = n * config.tile_n + (consumer * block_n if split == "n" else 0)
 
-        def load(k: Scalar) -> tuple[jax.Array, list[jax.Array]]:
+        def load(k: Scalar) -> Any:
             rows = plgpu.load(
                 a_scale.at[k, pl.ds(row, block_m)],
                 layout=plgpu.Layout.WGMMA.reduce(1),
                 optimized=False,
             )
-            if square:
-                return rows, [b_scale[k, first + part.start] for part in parts]
-            columns = [
-                plgpu.load(
-                    b_scale.at[k, pl.ds(first + part.start, width)],
-                    layout=plgpu.Layout.WGMMA.reduce(0),
-                    optimized=False,
-                )
-                for part in parts
-            ]
+            if self.square:
+                return rows * lax.broadcast(b_scale[k, column], rows.shape)
+            columns = plgpu.load(
+                b_scale.at[k, pl.ds(column, block_n)],
+                layout=plgpu.Layout.WGMMA.reduce(0),
+                optimized=False,
+            )
             return rows, columns
 
-        def scaled(scales: Any, part: int, sums: jax.Array) -> jax.Array:
-            rows, columns = scales[0], scales[1][part]
-            if square:
-                rows = rows * lax.broadcast(columns, rows.shape)
-            else:
+        def scaled(scales: Any, sums: jax.Array) -> jax.Array:
+            rows, columns = (scales, None) if self.square else scales
+            if columns is not None:
                 sums = sums * lax.broadcast_in_dim(columns, sums.shape, (1,))
             return sums * lax.broadcast_in_dim(rows, sums.shape, (0,))
 
-        return StageScales(load=load, scaled=scaled)
+        return StageScales(load=load, scaled=scaled, overlap=self.square)
 
 
 def scaled_matmul(
@@ -436,6 +465,12 @@ def scaled_matmul(
     check_columns(problem, config, "scaled_matmul")
     scales: Any
     if a_scale.ndim == 2:
+        if not config.scales_blocks:
+            raise Unsupported(
+                f"scaled_matmul: scales of blocks with {config}, expected at most 64 x"
+                f" {DEPTH} of the tile for each of {CONSUMERS} consumers; leave out"
+                " config"
+            )
         scales, need = BlockScales(tiles=tiles, square=square), tiles.smem_bytes
         more = {}
     else:
@@ -449,12 +484,12 @@ def scaled_matmul(
         refs = a_scale_ref, b_scale_ref
 
         def consume(m, n, slot, consumer):
-            how: Any
             if isinstance(scales, BlockScales):
-                how = {"weigh": scales.weigh(*refs, m, n, consumer)}
+                factors = scales.of_stages(*refs, m, n, consumer)
+                sums, slot = promote_blocks(tiles, scratch, consumer, slot, factors)
             else:
-                how = {"scale": scales.load(*refs, scratch, m, n, consumer)}
-            sums, slot = promote_tile(tiles, scratch, consumer, slot, **how)
+                scale = scales.load(*refs, scratch, m, n, consumer)
+                sums, slot = promote_tile(tiles, scratch, consumer, slot, scale=scale)
             view = functools.partial(tiles.out_view, out_ref, m, n, consumer)
             store_tile(tiles, sums, scratch, consumer, view)
             return slot

@@ -41,8 +41,9 @@ draw_blocks = jax.jit(
     block_operands, static_argnums=(0, 1, 2, 3), static_argnames="square"
 )
 BLOCK_CONFIGS = [
-    ScaledMatmulConfig(tile_m=128, tile_n=192, stages=4, store_slots=3),
-    ScaledMatmulConfig(tile_m=128, tile_n=256, stages=4, store_slots=2),
+    ScaledMatmulConfig(tile_m=128, tile_n=128, stages=6, store_slots=2),
+    ScaledMatmulConfig(tile_m=128, tile_n=64, stages=8, store_slots=1),
+    ScaledMatmulConfig(tile_m=64, tile_n=128, stages=8, store_slots=1, split="n"),
 ]
 
 
@@ -85,7 +86,7 @@ def test_random_shapes(types, axes):
 
 @pytest.mark.parametrize("square", [True, False])
 @pytest.mark.parametrize("n", [4096, 4032])  # the latter ends within a square
-@pytest.mark.parametrize("config", BLOCK_CONFIGS, ids=lambda config: str(config.tile_n))
+@pytest.mark.parametrize("config", BLOCK_CONFIGS, ids=str)
 def test_scales_of_blocks(config, n, square):
     arrays = draw_blocks(1000, n, 1024, (E5M2, E4M3), square=square)
     with tuned_configs.override("scaled_matmul", config):

@@ -32,6 +32,7 @@ from tests.tolerances import RELATIVE, relative_error
 
 SMALL = ScaledMatmulConfig(tile_n=64, stages=2, store_slots=1)
 WIDE = ScaledMatmulConfig(tile_n=256, stages=2, store_slots=1)  # two promotions a stage
+SQUARE = ScaledMatmulConfig(tile_n=128, stages=2, store_slots=1)
 FLAT = ScaledMatmulConfig(tile_m=64, tile_n=128, split="n", stages=3, store_slots=1)
 
 
@@ -78,9 +79,10 @@ def test_interpreted_kernel_equals_the_reference(m, n, k, config, num_sms, types
     ("m", "n", "k", "config", "num_sms", "square"),
     [
         (131, 192, 384, SMALL, 1, True),
-        (64, 320, 384, WIDE, 1, False),  # two parts of a tile have columns of their own
-        (64, 320, 256, WIDE, 1, True),
+        (64, 320, 128, SQUARE, 1, False),
+        (64, 320, 256, SQUARE, 1, True),
         (64, 256, 384, FLAT, 1, False),
+        (64, 256, 128, FLAT, 1, True),  # two consumers have one square
         (256, 128, 256, dataclasses.replace(SMALL, cluster="m"), 2, False),
     ],
 )
@@ -140,6 +142,14 @@ def test_candidates_of_the_tuner_lower():
         lower_for_cuda(tunable.kernel(problem, config, H200), *shapes, kernels=1)
 
 
+def test_scales_of_blocks_have_configs_of_their_own():
+    problem = next(iter(tunable.problems().values()))
+    blocks = dataclasses.replace(problem, blocks=True)
+    assert blocks.key == problem.key + " blocks"
+    assert blocks.cut(H200).scales_blocks and not problem.cut(H200).scales_blocks
+    assert all(config.scales_blocks for config in tunable.candidates(blocks, H200))
+
+
 def test_specs_have_names_of_their_own():
     assert len({spec.name for spec in SPECS}) == len(SPECS)
 
@@ -190,6 +200,9 @@ def test_what_the_kernel_cannot_do_says_so():
             run(a, b, a_scale, b_scale, config=WIDE)
         y = scaled_matmul(a[:0], b, a_scale[:0], b_scale)
         assert y.shape == (0, 64)
+        blocks = block_operands(8, 256, 128, (E5M2, E4M3), square=True)
+        with pytest.raises(Unsupported, match="at most 64 x 128 of the tile"):
+            run(*blocks, config=WIDE)
     with pytest.raises(Unsupported, match="XLA takes no config"):
         scaled_matmul(a, b, a_scale, b_scale, implementation="xla", config=WIDE)
     with pytest.raises(ValueError, match="tile_k 64, expected 128"):
