@@ -212,7 +212,9 @@ def promote_blocks(
             total = sums + scales.scaled(factors, before) if overlap else sums
             return acc[...], total, following
 
-        found, sums, following = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+        found, sums, following = pl.run_scoped(
+            multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
+        )
         plgpu.barrier_arrive(scratch["empty"].at[slot])
         if not overlap:
             sums, found = sums + scales.scaled(factors, found), ()
