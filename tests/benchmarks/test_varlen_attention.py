@@ -307,7 +307,7 @@ def test_packed_rows_need_no_cudnn():
                 ours = found.get("mosaic_gpu_static", ours)
             ratio = found[name]["time_us"] / ours["time_us"]
             if not one_length:
-                assert ratio > 1.04, (case, params, name)
+                assert ratio > 1, (case, params, name)
             elif name == "cudnn_packed":
                 assert ratio > (0.96 if params["head_dim"] == 256 else 1.04), params
             compared += not one_length
