@@ -1,5 +1,6 @@
 """Adapters (LoRA) by name, and the decoder of a directory to be served with them."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,9 @@ def describe_decoder(
     """
     if lora_modules or quantization is not None or is_run(path):
         return None
-    model = load(path, mesh=mesh, rules=rules, dtype=dtype, abstract=True)
-    return model.for_inference() if isinstance(model, Decoder) else None
+    options: dict[str, Any] = {"for_inference": True, "abstract": True}
+    model = load(path, mesh=mesh, rules=rules, dtype=dtype, **options)
+    return model if isinstance(model, Decoder) else None
 
 
 def load_decoder(
@@ -138,7 +140,9 @@ def load_decoder(
         ValueError: it is an encoder, or an adapter does not fit.
     """
     adapters = read_adapters(lora_modules, path, mesh=mesh, rules=rules)
-    read: Any = load_run if is_run(path) else load
+    read: Any = load_run
+    if not is_run(path):
+        read = functools.partial(load, for_inference=True)
     model = read(path, mesh=mesh, rules=rules, **options)
     if not isinstance(model, Decoder):
         raise ValueError(
