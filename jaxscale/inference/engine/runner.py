@@ -61,6 +61,10 @@ _ONE_GRAPH = {"xla_gpu_enable_dynamic_slice_fusion": False}
 # XLA launches a kernel that reads a slice of an array in place outside of any CUDA
 # graph: three launches and a graph a layer instead of one graph for all layers.
 
+_NOTHING_TWICE = {"xla_disable_hlo_passes": "rematerialization"}
+# XLA counts pages once more for each kernel that writes to them in place: with pages in
+# most of the memory it would compute 50 results of two layers again to make room.
+
 _MANY_ROWS = {"xla_gpu_enable_triton_gemm": False}
 # XLA's autotuner picks Triton's products there, and cuBLAS's are faster in a step: with
 # 8 layers on an H200 by 5% for 64 rows and 6% for 128. For 2 and 32 Triton's are.
@@ -586,7 +590,9 @@ class Runner:
             fn,
             donate_argnums=donated,
             out_shardings=tuple(shardings),
-            compiler_options=_ONE_GRAPH | (_MANY_ROWS if rows > FEW_ROWS else {}),
+            compiler_options=_ONE_GRAPH
+            | _NOTHING_TWICE
+            | (_MANY_ROWS if rows > FEW_ROWS else {}),
         )
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
