@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -150,7 +151,30 @@ def load_decoder(
             "Encoder.from_pretrained"
         )
     model = model.for_inference()  # and what was loaded is gone
+    if read is load_run and jax.tree.leaves(model)[0].devices().pop().platform != "cpu":
+        model = packed_together(model)
     return with_adapters(model, adapters) if adapters else model
+
+
+def packed_together[M](model: M) -> M:
+    """The model with its arrays side by side in memory; the given ones are deleted.
+
+    A run is restored as a stack, maybe pruned, and prepared: what that has freed lies
+    before the arrays, and the pages of a KV cache are one piece. They go through the
+    memory of the host, which holds all of them.
+    """
+    leaves, tree = jax.tree.flatten(model)
+    held = []
+    for leaf in leaves:
+        held.append([(s.device, np.array(s.data)) for s in leaf.addressable_shards])
+    shapes = [(leaf.shape, leaf.sharding) for leaf in leaves]
+    for leaf in leaves:
+        leaf.delete()
+    made = []
+    for (shape, where), parts in zip(shapes, held, strict=True):
+        arrays = [jax.device_put(part, device) for device, part in parts]
+        made.append(jax.make_array_from_single_device_arrays(shape, where, arrays))
+    return jax.tree.unflatten(tree, made)
 
 
 def _config_of(base: Path) -> DecoderConfig:

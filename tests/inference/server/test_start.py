@@ -7,12 +7,17 @@ import threading
 import httpx2
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 from jaxscale.inference import EngineConfig, SamplingParams
 from jaxscale.inference.engine.runner import Runner
-from jaxscale.inference.lora_modules import describe_decoder, load_decoder
+from jaxscale.inference.lora_modules import (
+    describe_decoder,
+    load_decoder,
+    packed_together,
+)
 from jaxscale.inference.request import Request
 from jaxscale.inference.server import ServerConfig, create_app, load
 from jaxscale.inference.server.backend import Loading
@@ -62,6 +67,17 @@ def test_parameters_of_several_types_are_described(tmp_path):
     found = [leaf.dtype for leaf in jax.tree.leaves(described)]
     assert found == [leaf.dtype for leaf in jax.tree.leaves(made)]
     assert len({*found}) == 2
+
+
+def test_a_model_is_packed_together(directory):
+    mesh = make_mesh({"tensor": 4}, jax.devices()[:4])
+    model = load_decoder(directory, mesh=mesh, rules=fsdp_tp(), lora_modules=None)
+    before = [(np.array(leaf), leaf.sharding) for leaf in jax.tree.leaves(model)]
+    packed = packed_together(model)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(model))
+    for (value, where), leaf in zip(before, jax.tree.leaves(packed), strict=True):
+        np.testing.assert_array_equal(leaf, value)
+        assert leaf.sharding == where
 
 
 def answer(model):
