@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +28,7 @@ from jaxscale.inference.engine.device_share import reserve_for_serving
 from jaxscale.inference.lora_modules import load_decoder, parse_lora_modules
 from jaxscale.models.hf.hub import local_directory
 from jaxscale.sharding import AxisRules, MeshConfig
+from jaxscale.supervision import leave
 
 
 _KEYS = "JAXSCALE_API_KEYS"
@@ -116,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command.
 
     Raises:
-        UsageError: there is no model, it does not fit, or the address is taken.
+        UsageError: there is no model.
     """
     config = parse(
         ServeConfig,
@@ -139,13 +141,12 @@ def run(config: ServeConfig) -> None:
     """Serve until SIGTERM or Ctrl-C; processes other than 0 follow process 0.
 
     Raises:
-        UsageError: there is no model, it does not fit, or the address is taken.
+        UsageError: there is no model.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("jaxscale").setLevel(config.log_level.upper())
     with usage_errors():
         from jaxscale.inference.server import ServerConfig, serve
-        from jaxscale.inference.server.front import ServerLost
         from jaxscale.inference.server.run import LOOPBACK
 
         keys = _keys(config)
@@ -196,14 +197,33 @@ def run(config: ServeConfig) -> None:
                 on_bound=bound,
                 own_process=generates,
             )
-        except ServerLost as error:
-            print(f"jaxscale: {error}", file=sys.stderr)
-            loaded, code = False, 1
+        except Exception as error:
+            loaded, code = False, _say(error)
+            leave(code, error)
     if not loaded:
         # What compiles cannot be stopped, and would abort the end of the interpreter.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _say(error: Exception) -> int:
+    """Say why there is no server, in the last line, and return the exit code."""
+    from jaxscale.inference.server.front import ServerLost
+
+    code, text = 1, str(error)
+    if isinstance(error, ValueError | OSError | ImportError):
+        code, text = 2, f"error: {error}"
+    elif isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXH" in text:
+        text = (
+            f"the model does not fit: {text.splitlines()[0]}; lower "
+            "--engine.memory-fraction, or end what else uses the GPU"
+        )
+    elif not isinstance(error, ServerLost):
+        traceback.print_exception(error)
+        text = f"no server: {text}"
+    print(f"jaxscale: {text}", file=sys.stderr)
+    return code
 
 
 def _keys(config: ServeConfig) -> tuple[str, ...]:

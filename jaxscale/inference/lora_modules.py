@@ -1,10 +1,12 @@
 """Adapters (LoRA) by name, and the decoder of a directory to be served with them."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -119,8 +121,9 @@ def describe_decoder(
     """
     if lora_modules or quantization is not None or is_run(path):
         return None
-    model = load(path, mesh=mesh, rules=rules, dtype=dtype, abstract=True)
-    return model.for_inference() if isinstance(model, Decoder) else None
+    options: dict[str, Any] = {"for_inference": True, "abstract": True}
+    model = load(path, mesh=mesh, rules=rules, dtype=dtype, **options)
+    return model if isinstance(model, Decoder) else None
 
 
 def load_decoder(
@@ -138,7 +141,9 @@ def load_decoder(
         ValueError: it is an encoder, or an adapter does not fit.
     """
     adapters = read_adapters(lora_modules, path, mesh=mesh, rules=rules)
-    read: Any = load_run if is_run(path) else load
+    read: Any = load_run
+    if not is_run(path):
+        read = functools.partial(load, for_inference=True)
     model = read(path, mesh=mesh, rules=rules, **options)
     if not isinstance(model, Decoder):
         raise ValueError(
@@ -146,7 +151,30 @@ def load_decoder(
             "Encoder.from_pretrained"
         )
     model = model.for_inference()  # and what was loaded is gone
+    if read is load_run and jax.tree.leaves(model)[0].devices().pop().platform != "cpu":
+        model = packed_together(model)
     return with_adapters(model, adapters) if adapters else model
+
+
+def packed_together[M](model: M) -> M:
+    """The model with its arrays side by side in memory; the given ones are deleted.
+
+    A run is restored as a stack, maybe pruned, and prepared: what that has freed lies
+    before the arrays, and the pages of a KV cache are one piece. They go through the
+    memory of the host, which holds all of them.
+    """
+    leaves, tree = jax.tree.flatten(model)
+    held = []
+    for leaf in leaves:
+        held.append([(s.device, np.array(s.data)) for s in leaf.addressable_shards])
+    shapes = [(leaf.shape, leaf.sharding) for leaf in leaves]
+    for leaf in leaves:
+        leaf.delete()
+    made = []
+    for (shape, where), parts in zip(shapes, held, strict=True):
+        arrays = [jax.device_put(part, device) for device, part in parts]
+        made.append(jax.make_array_from_single_device_arrays(shape, where, arrays))
+    return jax.tree.unflatten(tree, made)
 
 
 def _config_of(base: Path) -> DecoderConfig:

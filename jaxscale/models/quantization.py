@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxscale.checks import check_choice
 from jaxscale.models.decoder import Decoder
-from jaxscale.models.serving import compiled, mesh_of, prepare
+from jaxscale.models.serving import compiled, mesh_of, prepare_read
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.quantized_linear import Quantization, QuantizedLinear
 from jaxscale.sharding.rules import AxisRules
@@ -76,8 +76,7 @@ def quantize_read(
     Raises:
         ValueError: a weight is NaN or infinite.
     """
-    sizes = () if mesh is None else tuple(mesh.shape.items())
-    block = compiled(_preparer(rules, sizes), block, mesh, rules)
+    block = prepare_read(block, number, mesh=mesh, rules=rules)
     _quantize_block(block, weights, mesh, rules, number)
     return block
 
@@ -148,11 +147,6 @@ def _checked(layer: QuantizedLinear, name: str) -> QuantizedLinear:
 
 
 # The same function each time: it is compiled once for layers that are alike.
-
-
-@functools.cache
-def _preparer(rules: AxisRules, sizes: tuple[tuple[str, int], ...]) -> Any:
-    return lambda block: prepare(block, rules, dict(sizes))
 
 
 @functools.cache

@@ -173,6 +173,34 @@ def prepare[M: nnx.Module](module: M, rules: AxisRules, sizes: dict[str, int]) -
     return module
 
 
+def prepare_read[M: nnx.Module](
+    block: M, number: int, *, mesh: Mesh | None, rules: AxisRules
+) -> M:
+    """Prepare a block for inference, as it was read.
+
+    Args:
+        block: Of a model on the result of `serving_mesh`.
+        number: Of the block.
+        mesh: The devices; None is where it is.
+        rules: A result of `serving_rules`.
+    """
+    sizes = () if mesh is None else tuple(mesh.shape.items())
+    return compiled(_preparer(rules, sizes), block, mesh, rules)
+
+
+def prepare_rest(model: Any, sizes: dict[str, int]) -> Any:
+    """Prepare a model whose blocks are prepared, one parameter at a time, in place."""
+    blocks, model.blocks = model.blocks, nnx.List([])
+    model = prepare(model, model.rules, sizes)
+    model.blocks = blocks
+    return model
+
+
+@functools.cache  # the same function each time: blocks that are alike are compiled once
+def _preparer(rules: AxisRules, sizes: tuple[tuple[str, int], ...]) -> Any:
+    return lambda block: prepare(block, rules, dict(sizes))
+
+
 def _can_repeat(config: Any, ways: int) -> bool:
     """Whether fewer key/value heads than devices divide evenly over them."""
     heads = config.num_kv_heads

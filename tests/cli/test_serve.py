@@ -35,7 +35,8 @@ from tests.tiers import exhaustive
 
 
 @pytest.fixture
-def call(command):
+def call(command, monkeypatch):
+    monkeypatch.setattr(os, "_exit", sys.exit)
     return functools.partial(command, "serve")
 
 
@@ -150,17 +151,34 @@ def test_a_longer_max_len_than_the_model_was_made_for(call, decoder):
     assert re.search(r"serving at http://127\.0\.0\.1:[1-9]\d*,", err)
 
 
-def test_a_server_that_is_lost_while_its_model_loads(call, decoder, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "code", "last"),
+    [
+        (ServerLost("the HTTP server has ended with 7"), 1, "HTTP server has ended"),
+        (OSError("the disk is gone"), 2, "error: the disk is gone"),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore"),
+            1,
+            "does not fit: RESOURCE_EXHAUSTED: Out of memory; lower --engine.memory-fr",
+        ),
+        (KeyError("a defect"), 1, "no server: 'a defect'"),
+    ],
+)
+def test_a_start_that_fails_leaves_at_once(
+    decoder, monkeypatch, capfd, error, code, last
+):
     """What compiles would hold up the end of the interpreter."""
 
-    def lost(*_, **__):
-        raise ServerLost("the process of the HTTP server has ended with 7")
+    def fail(*_, **__):
+        raise error
 
-    monkeypatch.setattr("jaxscale.inference.server.serve", lost)
+    monkeypatch.setattr("jaxscale.inference.server.serve", fail)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    code, _, err = call(decoder, "--port", "0")
-    assert code == 1
-    assert "jaxscale: the process of the HTTP server has ended with 7" in err
+    with pytest.raises(SystemExit) as left:
+        serve.main([str(decoder), "--port", "0"])
+    *before, line = capfd.readouterr().err.strip().splitlines()
+    assert left.value.code == code and line.startswith("jaxscale: ") and last in line
+    assert ("Traceback" in "".join(before)) == isinstance(error, KeyError)
 
 
 @pytest.mark.slow

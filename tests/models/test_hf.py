@@ -318,6 +318,22 @@ def test_blocks_are_read_several_at_a_time(monkeypatch):
     assert not two.broken
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama3_gqa", "neox"])
+def test_a_parameter_is_read_in_pieces(name, monkeypatch):
+    """A table, or a parameter of one block, would otherwise be read by one core."""
+    whole, reads = load(MODELS / name), []
+    original = hf_files.Checkpoint.read
+
+    def read(self, name, index):
+        reads.append(name)
+        return original(self, name, index)
+
+    monkeypatch.setattr(hf_files.Checkpoint, "read", read)
+    monkeypatch.setattr(hf_tensors, "_PIECE", 1000)
+    assert_same_parameters(load(MODELS / name), whole)
+    assert any(reads.count(name) > 4 for name in reads)
+
+
 def test_indivisible_sharding_names_the_parameter():
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, pipe=2, tensor=2))
     with pytest.raises(ValueError, match=r"of shape \(3, .*cannot be split as"):

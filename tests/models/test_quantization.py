@@ -125,14 +125,25 @@ def test_loading_quantizes_block_by_block(name, weights):
     assert found.for_inference() is found
 
 
-def test_one_block_lies_there_in_its_own_type(monkeypatch):
-    """While it is read; a block of two would be twice as much."""
+@pytest.mark.parametrize("name", ["llama3_gqa", "gpt2", "neox"])
+def test_loading_prepares_block_by_block(name):
+    found = load(FIXTURES / name, for_inference=True)
+    whole = load(FIXTURES / name).for_inference()
+    assert jax.tree.structure(found) == jax.tree.structure(whole)
+    jax.tree.map(np.testing.assert_array_equal, found, whole)
+    assert found.for_inference() is found
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_one_block_lies_there_as_it_was_read(monkeypatch, quantized):
+    """While it is prepared; a block of two would be twice as much."""
     path, wide = FIXTURES / "llama3_gqa", []
     whole = load(path).blocks
     block = sum(p.nbytes for p in jax.tree.leaves(whole)) // 2
     biggest = sum(p.nbytes for p in jax.tree.leaves(whole.mlp)) // 2
     del whole
-    original = loading.quantize_read
+    name = "quantize_read" if quantized else "prepare_read"
+    original = getattr(loading, name)
     earlier = jax.live_arrays()  # of other tests; kept, so that their ids stay theirs
     known = {id(a) for a in earlier}
 
@@ -145,11 +156,12 @@ def test_one_block_lies_there_in_its_own_type(monkeypatch):
         wide.append(held())
         return original(*arguments, **options)
 
-    monkeypatch.setattr(loading, "quantize_read", watched)
-    load(path, quantization="int8")
+    monkeypatch.setattr(loading, name, watched)
+    load(path, quantization="int8" if quantized else None, for_inference=True)
     table = load(path).embed.table.nbytes * 2  # and the projection
-    assert len(wide) == 2
-    assert max(wide) < block + block / 2 + table and biggest < block
+    assert len(wide) == 2 and biggest < block
+    before = block / 2 if quantized else block
+    assert max(wide) <= block + before + table
 
 
 @pytest.mark.parametrize("from_file", [False, True])

@@ -16,7 +16,7 @@ from jaxscale.inference.engine.engine import Engine
 from jaxscale.inference.engine.kv_scales import measure_kv_scales
 from jaxscale.inference.engine.memory import fit
 from jaxscale.inference.engine.program_cache import ProgramCache
-from jaxscale.inference.engine.runner import OtherModel, Runner, Weights
+from jaxscale.inference.engine.runner import Runner, Weights
 from jaxscale.inference.engine.scheduling.scheduler import Scheduler
 from jaxscale.inference.engine.scheduling.scheduler_config import bucket_sizes
 from jaxscale.inference.gc_heap import FrozenHeap
@@ -92,13 +92,8 @@ def make_engine(
         return loaded, scales
 
     behind = not wait and followers is None
-    try:
-        reads = None if weights is None else functools.partial(read, weights)
-        _compile(runner, config, quiet, steps, behind=behind, weights=reads)
-    except OtherModel as other:
-        model, kv_scales = other.weights
-        runner = _make_runner(model, config, ends, kv_scales, quiet)
-        _compile(runner, config, quiet, steps, behind=behind)
+    reads = None if weights is None else functools.partial(read, weights)
+    _compile(runner, config, quiet, steps, behind=behind, weights=reads)
     engine = Engine(
         runner, Scheduler(runner.config), tokenizer=tokenizer, compiler=compiler
     )

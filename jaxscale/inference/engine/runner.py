@@ -61,6 +61,10 @@ _ONE_GRAPH = {"xla_gpu_enable_dynamic_slice_fusion": False}
 # XLA launches a kernel that reads a slice of an array in place outside of any CUDA
 # graph: three launches and a graph a layer instead of one graph for all layers.
 
+_NOTHING_TWICE = {"xla_disable_hlo_passes": "rematerialization"}
+# XLA counts pages once more for each kernel that writes to them in place: with pages in
+# most of the memory it would compute 50 results of two layers again to make room.
+
 _MANY_ROWS = {"xla_gpu_enable_triton_gemm": False}
 # XLA's autotuner picks Triton's products there, and cuBLAS's are faster in a step: with
 # 8 layers on an H200 by 5% for 64 rows and 6% for 128. For 2 and 32 Triton's are.
@@ -68,14 +72,6 @@ _MANY_ROWS = {"xla_gpu_enable_triton_gemm": False}
 
 type Weights = tuple[Decoder, np.ndarray | None]
 """A model that was abstract, and the scales of its cache."""
-
-
-class OtherModel(ValueError):
-    """The weights of a model are not as it was described."""
-
-    def __init__(self, model: Decoder, kv_scales: np.ndarray | None) -> None:
-        super().__init__("the weights are of another model than the one described")
-        self.weights: Weights = (model, kv_scales)
 
 
 class Runner:
@@ -274,7 +270,10 @@ class Runner:
         behind: bool = False,
         weights: Callable[[], Weights] | None = None,
     ) -> None:
-        """Compile all programs, several at a time, and make the state.
+        """Make the state and compile all programs, several at a time.
+
+        The pages are one piece of memory, which is most of a GPU: they have to be there
+        before the weights, which would lie among what reading them has freed.
 
         Args:
             progress: Called after each program that is waited for.
@@ -284,8 +283,9 @@ class Runner:
             weights: Reads the weights of an abstract model, meanwhile.
 
         Raises:
-            OtherModel: the weights are of another model.
+            ValueError: the weights are of another model.
         """
+        self.reset()
         first, later = list(self.programs()), []
         if behind:
             first, later = self.table.order(first)
@@ -316,7 +316,6 @@ class Runner:
                 self.table.stop()
                 raise
         compiled.result()
-        self.reset()
         self._separators = reserve_small(self.devices)
 
     def _take(self, model: Decoder, kv_scales: np.ndarray | None) -> None:
@@ -331,9 +330,10 @@ class Runner:
             if tree != programs.tree or [*map(_shape_of, leaves)] != [
                 *map(_shape_of, shapes)
             ]:
-                raise OtherModel(model, kv_scales)
+                raise ValueError("the weights are of another model than described")
         self.params, self.adapted_params = tuple(plain[0]), tuple(adapted[0])
         self._kv_scales = check_scales(model.config, kv_scales)
+        self._scale_pages()
 
     def reset(self) -> None:
         """An empty state."""
@@ -347,10 +347,7 @@ class Runner:
             # Out of memory shows here, not at the first request.
             jax.block_until_ready(state)
             self.pages, self.slots, self.counts, self.history = state
-            if self._kv_scales is not None:
-                scales = self.pages.scales + self._kv_scales[:, None]  # [L, P, 2, K]
-                scales = jax.device_put(scales, self._sharding(SCALES_AXES))
-                self.pages = self.pages._replace(scales=scales)
+        self._scale_pages()
         vocab, where = self.model_config.vocab_size, self._sharding()
         self._neutral = {
             ("sample", bucket): (
@@ -359,6 +356,15 @@ class Runner:
             )
             for bucket in filter(is_power, self.buckets)
         }
+
+    def _scale_pages(self) -> None:
+        """Give the pages of an fp8 cache their scales."""
+        if self._kv_scales is None:
+            return
+        with self._on_mesh():
+            scales = 0 * self.pages.scales + self._kv_scales[:, None]  # [L, P, 2, K]
+            scales = jax.device_put(scales, self._sharding(SCALES_AXES))
+        self.pages = self.pages._replace(scales=scales)
 
     # What the engine calls.
 
@@ -584,7 +590,9 @@ class Runner:
             fn,
             donate_argnums=donated,
             out_shardings=tuple(shardings),
-            compiler_options=_ONE_GRAPH | (_MANY_ROWS if rows > FEW_ROWS else {}),
+            compiler_options=_ONE_GRAPH
+            | _NOTHING_TWICE
+            | (_MANY_ROWS if rows > FEW_ROWS else {}),
         )
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:

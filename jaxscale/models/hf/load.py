@@ -29,7 +29,13 @@ from jaxscale.models.hf.tensors import (
     without_absent_prefix,
 )
 from jaxscale.models.quantization import quantize_read, quantize_rest
-from jaxscale.models.serving import serving_config, serving_mesh, serving_rules
+from jaxscale.models.serving import (
+    prepare_read,
+    prepare_rest,
+    serving_config,
+    serving_mesh,
+    serving_rules,
+)
 from jaxscale.nn.quantized_linear import Quantization
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 
@@ -61,6 +67,7 @@ def load(
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
     quantization: Quantization | None = None,
+    for_inference: bool = False,
     abstract: bool = False,
     **options: Any,
 ) -> Decoder | EncoderModel:
@@ -81,6 +88,9 @@ def load(
         quantization: Type of the weights of a decoder for inference, as
             `jaxscale.models.quantize` makes them; each block is quantized as soon as it
             is read, so that at most one is on the device unquantized.
+        for_inference: Return what `Decoder.for_inference` makes of a decoder; each
+            block is prepared as soon as it is read, so that at most one is on the
+            device twice. `quantization` implies it.
         abstract: Read no weights: the parameters are shapes that say where they are to
             be. Without `quantization`.
         **options: Further arguments of `Decoder` or `EncoderModel`, for example
@@ -110,6 +120,7 @@ def load(
     is_encoder = files.family.heads is not None
     if is_encoder:
         options["head"] = files.own_head if head == "file" else head
+    each_block = None
     if quantization is not None:
         check_choice("quantization", quantization, Quantization)
         if is_encoder:
@@ -118,8 +129,13 @@ def load(
                 f"holds an encoder of model_type {files.family.model_type!r}; leave it "
                 "out"
             )
+        each_block = functools.partial(quantize_read, weights=quantization)
+    elif for_inference and not is_encoder:
+        each_block = prepare_read
+    if each_block is not None:
         rules = serving_rules(rules)
         mesh = None if mesh is None else serving_mesh(mesh)
+        each_block = functools.partial(each_block, mesh=mesh, rules=rules)
 
     if abstract and quantization is not None:
         raise ValueError(f"abstract models have no quantization, got {quantization!r}")
@@ -145,17 +161,17 @@ def load(
         param_dtype=param_dtype,
         ignored=files.ignored,
         tied=files.tied,
-        each_block=None
-        if quantization is None
-        else functools.partial(
-            quantize_read, weights=quantization, mesh=mesh, rules=rules
-        ),
+        each_block=each_block,
         abstract=abstract,
     )
-    if quantization is None:
+    if each_block is None:
         return model
+    if abstract:
+        return model.for_inference()
     sizes = {} if mesh is None else dict(mesh.shape)
     model.config = serving_config(model.config, rules, sizes)
+    if quantization is None:
+        return prepare_rest(model, sizes)
     return quantize_rest(model, quantization, mesh)
 
 

@@ -1,10 +1,10 @@
 """Parameters of a model read from, and written to, the tensors of a directory.
 
 Each parameter is read directly into its shards: every device gets its own shard, filled
-from the memory-mapped files, several blocks at a time. The host holds two shards (the
-stacked parameter of all blocks counts as one), one that is read and one on its way, and
-the blocks that are being read, never the model. Axis letters of shapes: L layers, D
-model, V vocabulary.
+from the memory-mapped files, several pieces at a time. The host holds two shards (the
+stacked parameter of all blocks counts as one, unless blocks are read one by one), one
+that is read and one on its way, and the pieces that are being read, never the model.
+Axis letters of shapes: L layers, D model, V vocabulary.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ from jaxscale.sharding.parameters import shardings
 from jaxscale.sharding.rules import AxisRules
 
 
-_READERS = min(os.cpu_count() or 1, 16)  # blocks of a parameter that are read at a time
+_READERS = min(os.cpu_count() or 1, 16)  # pieces of a parameter that are read at a time
+_PIECE = 8 << 20  # bytes, at least: a piece costs some calls of Python
 
 
 def read_model[M](
@@ -86,13 +87,18 @@ def read_model[M](
         places = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
     else:
         places = parameters_of(shardings(described, mesh, rules))
-    if abstract:
-        leaves = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[name])
-            for name, leaf in parameters_of(described).items()
-        ]
-        return jax.tree.unflatten(jax.tree.structure(described), leaves)
     sources = {name: entry for entry in maps for name in entry.parameters}
+    if abstract:
+        leaves = []
+        for name, leaf in parameters_of(described).items():
+            dtype = leaf.dtype
+            if name in sources:
+                found = _names(sources[name], shapes)
+                dtype = _dtype_of(checkpoint, found, param_dtype)
+            leaves.append(
+                jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=places[name])
+            )
+        return jax.tree.unflatten(jax.tree.structure(described), leaves)
     new = [name for name in shapes if name not in sources]
     values = {}
     if new:
@@ -123,7 +129,9 @@ def read_model[M](
                 for name, at in zip(apart, where, strict=True)
             ]
             block = jax.tree.unflatten(jax.tree.structure(one), found)
-            blocks.append(each_block(block, layer))
+            jax.block_until_ready(before)  # what it was made of is gone
+            before = each_block(block, layer)
+            blocks.append(before)
         model.scan_layers, model.blocks = False, nnx.List(blocks)
     return model
 
@@ -327,21 +335,35 @@ def _read_shard(
     low, high = columns[0], columns[-1] + 1
     inner = [slice(*b) for b in (bounds[1:] if entry.stacked else bounds)]
     inner[-1] = slice(int(low), int(high))
-    index = tuple(inner[::-1] if entry.transpose else inner)
+    first, *others = inner[::-1] if entry.transpose else inner
+    apart = len(columns) < high - low  # those of other parameters lie between
+    axis = 0 if entry.transpose else len(inner) - 1
 
-    def fill(target: np.ndarray, layer: int | None) -> None:
+    def fill(target: np.ndarray, layer: int | None, start: int, stop: int) -> None:
+        index = slice(first.start + start, first.start + stop), *others
         tensor = checkpoint.read(entry.tensor(layer), index)
-        if len(columns) < high - low:  # those of other parameters lie between
-            axis = 0 if entry.transpose else -1
+        if apart:
             tensor = np.take(tensor, columns - low, axis)
         _assign(target, tensor, entry.transpose)
 
-    if not entry.stacked:
-        fill(shard, None)
-        return shard
+    layers = range(*bounds[0]) if entry.stacked else (None,)
+    length = first.stop - first.start
+    rows = length
+    if not (apart and axis == 0):
+        rows = max(_PIECE * length * len(layers) // shard.nbytes, 1)
+    pieces = []
+    for i, layer in enumerate(layers):
+        whole = shard[i] if entry.stacked else shard
+        for start in range(0, length, rows):
+            stop = min(start + rows, length)
+            target = whole
+            if rows < length:
+                part = slice(start, stop)
+                target = whole[..., part] if entry.transpose else whole[part]
+            pieces.append((target, layer, start, stop))
     # Several at a time: files are read and transposed without Python's lock.
     with ThreadPoolExecutor(_READERS) as pool:
-        list(pool.map(fill, shard, range(*bounds[0])))
+        list(pool.map(fill, *zip(*pieces, strict=True)))
     return shard
 
 

@@ -7,11 +7,17 @@ import threading
 import httpx2
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 from jaxscale.inference import EngineConfig, SamplingParams
-from jaxscale.inference.lora_modules import describe_decoder, load_decoder
+from jaxscale.inference.engine.runner import Runner
+from jaxscale.inference.lora_modules import (
+    describe_decoder,
+    load_decoder,
+    packed_together,
+)
 from jaxscale.inference.request import Request
 from jaxscale.inference.server import ServerConfig, create_app, load
 from jaxscale.inference.server.backend import Loading
@@ -49,6 +55,29 @@ def test_a_model_is_described_as_it_is_read(directory, split, dtype):
         assert (shape.shape, shape.dtype) == (leaf.shape, leaf.dtype)
         assert shape.sharding == leaf.sharding
     assert describe_decoder(directory, **options, quantization="int8") is None
+
+
+def test_parameters_of_several_types_are_described(tmp_path):
+    model = Decoder(FOUR, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    model.norm.scale.set_value(model.norm.scale[...].astype(jnp.float32))
+    save(model, tmp_path)
+    options = {"mesh": None, "rules": REPLICATED, "lora_modules": None}
+    described = describe_decoder(tmp_path, **options)
+    made = load_decoder(tmp_path, **options)
+    found = [leaf.dtype for leaf in jax.tree.leaves(described)]
+    assert found == [leaf.dtype for leaf in jax.tree.leaves(made)]
+    assert len({*found}) == 2
+
+
+def test_a_model_is_packed_together(directory):
+    mesh = make_mesh({"tensor": 4}, jax.devices()[:4])
+    model = load_decoder(directory, mesh=mesh, rules=fsdp_tp(), lora_modules=None)
+    before = [(np.array(leaf), leaf.sharding) for leaf in jax.tree.leaves(model)]
+    packed = packed_together(model)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(model))
+    for (value, where), leaf in zip(before, jax.tree.leaves(packed), strict=True):
+        np.testing.assert_array_equal(leaf, value)
+        assert leaf.sharding == where
 
 
 def answer(model):
@@ -91,16 +120,17 @@ def test_programs_do_not_wait_for_weights(directory, monkeypatch):
     assert found == tokens[-6:]
 
 
-def test_weights_that_are_not_as_described(directory, monkeypatch):
-    """Their programs are compiled again; those that cannot be read end the start."""
+def test_weights_that_cannot_be_read(directory, monkeypatch):
+    """They end the start, as those that are not what was described."""
     described = load.describe_decoder
 
     def other(*args, **kwargs):
         return described(*args, **{**kwargs, "dtype": jnp.bfloat16})
 
-    expected = answer(load.served(directory, engine=SIZES))
-    monkeypatch.setattr(load, "describe_decoder", other)
-    assert answer(load.served(directory, engine=SIZES)) == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "describe_decoder", other)
+        with pytest.raises(ValueError, match="of another model than described"):
+            load.served(directory, engine=SIZES)
 
     def broken(*args, **kwargs):
         raise OSError("the disk is gone")
@@ -108,6 +138,24 @@ def test_weights_that_are_not_as_described(directory, monkeypatch):
     monkeypatch.setattr(load, "load_decoder", broken)
     with pytest.raises(OSError, match="the disk is gone"):
         load.served(directory, engine=SIZES)
+
+
+def test_pages_are_there_before_the_weights(directory, monkeypatch):
+    """They are one piece of memory, which is most of a GPU."""
+    order, read, reset = [], load.load_decoder, Runner.reset
+
+    def loading(*args, **kwargs):
+        order.append("weights")
+        return read(*args, **kwargs)
+
+    def resetting(self):
+        reset(self)
+        order.append("pages")
+
+    monkeypatch.setattr(load, "load_decoder", loading)
+    monkeypatch.setattr(Runner, "reset", resetting)
+    load.served(directory, engine=SIZES).backend.close()
+    assert order == ["pages", "weights"]
 
 
 def test_ready_says_how_far_a_start_is():
