@@ -151,7 +151,8 @@ def load_decoder(
             "Encoder.from_pretrained"
         )
     model = model.for_inference()  # and what was loaded is gone
-    if read is load_run and jax.tree.leaves(model)[0].devices().pop().platform != "cpu":
+    first = jax.tree.leaves(model)[0]
+    if read is load_run and next(iter(first.devices())).platform != "cpu":
         model = packed_together(model)
     return with_adapters(model, adapters) if adapters else model
 
