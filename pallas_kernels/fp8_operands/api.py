@@ -3,8 +3,6 @@
 Scales are powers of two: see `power_of_two_scale`. Axis letters: M rows, K columns.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,17 +11,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import as_hashable, check_floating, dispatch
+from pallas_kernels.dispatch import check_floating, dispatch, no_derivative
 from pallas_kernels.fp8_operands import mosaic_gpu, xla
-from pallas_kernels.fp8_operands.scales import BLOCK, inverse_scale
+from pallas_kernels.fp8_operands.scales import BLOCK
 from pallas_kernels.matmul.activations import check_activation
-from pallas_kernels.mosaic import (
-    DeviceSpec,
-    as_varying,
-    check_hopper,
-    vary_alike,
-    varying,
-)
+from pallas_kernels.mosaic import DeviceSpec, check_hopper, keep_mark, vary_alike
 from pallas_kernels.partition import check_local
 from pallas_kernels.scaled_matmul.quantize import check_fp8
 
@@ -85,12 +77,8 @@ def quantize_rows(
     References:
         FP8 Formats for Deep Learning, arXiv 2209.05433.
     """
-    _check_matrix(x)
-    check_floating(x=x.dtype)
-    check_fp8(dtype=dtype)
-    through = x.dtype if through is None else through
-    call = _Call.of(implementation, dtype, through, blocks=blocks)
-    return QuantizedRows(*_quantize_rows((x,), call))
+    options = _types(dtype, x, through=through) | {"blocks": blocks}
+    return QuantizedRows(*_quantize_rows(implementation, x, **options))
 
 
 def quantize_rms_norm(
@@ -128,16 +116,13 @@ def quantize_rms_norm(
         >>> print(q.data.astype(jnp.float32) * q.scale[:, None])
         [[0.203125 1.375   ]]
     """
-    _check_matrix(x)
-    check_floating(x=x.dtype)
-    check_fp8(dtype=dtype)
+    options = _types(dtype, x) | {"eps": eps, "blocks": blocks}
     if weight.shape != x.shape[1:] or weight.dtype != jnp.float32:
         raise ValueError(
             f"weight has type {weight.dtype} and shape {weight.shape}, expected float32"
             f" and {x.shape[1:]}, a factor for each column of x"
         )
-    call = _Call.of(implementation, dtype, eps=eps, blocks=blocks)
-    return QuantizedRows(*_quantize_rms_norm((x, weight), call))
+    return QuantizedRows(*_quantize_rms_norm(implementation, x, weight, **options))
 
 
 def quantize_gated(
@@ -173,12 +158,9 @@ def quantize_gated(
         >>> print(q.data.astype(jnp.float32) * q.scale[:, None])
         [[0. 6.]]
     """
-    _check_alike(gate, up)
-    check_fp8(dtype=dtype)
     check_activation(activation)
-    more = {"activation": activation, "blocks": blocks}
-    call = _Call.of(implementation, dtype, **more)
-    return QuantizedRows(*_quantize_gated((gate, up), call))
+    options = {"activation": activation, "blocks": blocks, **_types(dtype, gate, up)}
+    return QuantizedRows(*_quantize_gated(implementation, gate, up, **options))
 
 
 def quantize_gated_gradients(
@@ -223,20 +205,10 @@ def quantize_gated_gradients(
         >>> print(*(q.data.astype(jnp.float32) * q.scale[:, None] for q in found))
         [[0. 3.]] [[0. 2.]]
     """
-    _check_alike(gate, up, g)
-    check_fp8(dtype=dtype)
     check_activation(activation)
-    more = {"activation": activation, "blocks": blocks}
-    call = _Call.of(implementation, dtype, **more)
-    first, second, scale, *largest = _quantize_gated_gradients((gate, up, g), call)
-    if blocks:
-        return QuantizedRows(first, scale, None), QuantizedRows(
-            second, largest[0], None
-        )
-    return (
-        QuantizedRows(first, scale, largest[0]),
-        QuantizedRows(second, scale, largest[1]),
-    )
+    options = {"activation": activation, "blocks": blocks, **_types(dtype, gate, up, g)}
+    both = _quantize_gated_gradients(implementation, gate, up, g, **options)
+    return QuantizedRows(*both[0]), QuantizedRows(*both[1])
 
 
 def transpose_rows(
@@ -276,8 +248,7 @@ def transpose_rows(
         [[384 128]
          [-448 0]] [0.0078125 2.       ]
     """
-    _check_matrix(data)
-    check_fp8(data=data.dtype)
+    _check_data(data)
     shapes = [scale.shape, largest.shape]
     kinds = {scale.dtype, largest.dtype}
     if shapes != [data.shape[:1], data.shape[1:]] or kinds != {jnp.dtype(jnp.float32)}:
@@ -286,7 +257,7 @@ def transpose_rows(
             f" {sorted(map(str, kinds))}, expected float32 for the rows and the columns"
             f" of data of shape {data.shape}"
         )
-    return _transpose_rows((data, scale, largest), _Call.of(implementation))
+    return _transpose_rows(implementation, data, scale, largest)
 
 
 def transpose_blocks(
@@ -320,15 +291,14 @@ def transpose_blocks(
          [-448]] [[0.0078125]
          [2.       ]]
     """
-    _check_matrix(data)
-    check_fp8(data=data.dtype)
+    _check_data(data)
     expected = data.shape[0], -(-data.shape[1] // BLOCK)
     if scale.shape != expected or scale.dtype != jnp.float32:
         raise ValueError(
             f"scale has type {scale.dtype} and shape {scale.shape}, expected float32"
             f" and {expected}, one for {BLOCK} numbers of a row of data"
         )
-    return _transpose_blocks((data, scale), _Call.of(implementation))
+    return _transpose_blocks(implementation, data, scale)
 
 
 def quantize_squares(
@@ -370,11 +340,7 @@ def quantize_squares(
     References:
         DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.1.
     """
-    _check_matrix(x)
-    check_floating(x=x.dtype)
-    check_fp8(dtype=dtype)
-    through = x.dtype if through is None else through
-    return _quantize_squares((x,), _Call.of(implementation, dtype, through))
+    return _quantize_squares(implementation, x, **_types(dtype, x, through=through))
 
 
 def transpose(
@@ -399,9 +365,8 @@ def transpose(
         ExceptionGroup: none of several implementations can.
         NotImplementedError: the call is differentiated.
     """
-    _check_matrix(data)
-    check_fp8(data=data.dtype)
-    return _transpose((data,), _Call.of(implementation))
+    _check_data(data)
+    return _transpose(implementation, data)
 
 
 def quantize_and_transpose(
@@ -441,17 +406,33 @@ def quantize_and_transpose(
         [[1.5 -448]] [[1.5]
          [-448]]
     """
-    _check_matrix(x)
-    check_floating(x=x.dtype)
-    check_fp8(dtype=dtype)
+    options = _types(dtype, x, through=through)
     if scale.shape or scale.dtype != jnp.float32:
         raise ValueError(
             f"scale has type {scale.dtype} and shape {scale.shape}, expected one"
             " float32; quantize_rows takes scales of rows"
         )
-    through = x.dtype if through is None else through
-    call = _Call.of(implementation, dtype, through)
-    return _quantize_and_transpose((x, scale), call)
+    return _quantize_and_transpose(implementation, x, scale, **options)
+
+
+def _types(
+    dtype: DTypeLike, *operands: Array, through: DTypeLike | None = None
+) -> dict[str, Any]:
+    """Options that tell the types; refuses operands that are not alike."""
+    for x in operands:
+        _check_matrix(x)
+        check_floating(x=x.dtype)
+    if len({(x.shape, x.dtype) for x in operands}) > 1:
+        kinds = ", ".join(f"{x.dtype.name} {x.shape}" for x in operands)
+        raise ValueError(f"operands are {kinds}, expected the same type and shape")
+    check_fp8(dtype=dtype)
+    through = operands[0].dtype if through is None else through
+    return {"dtype": jnp.dtype(dtype), "through": jnp.dtype(through)}
+
+
+def _check_data(data: Array) -> None:
+    _check_matrix(data)
+    check_fp8(data=data.dtype)
 
 
 def _check_matrix(x: Array) -> None:
@@ -462,154 +443,53 @@ def _check_matrix(x: Array) -> None:
         )
 
 
-def _check_alike(*operands: Array) -> None:
-    for x in operands:
-        _check_matrix(x)
-        check_floating(x=x.dtype)
-    if len({(x.shape, x.dtype) for x in operands}) > 1:
-        kinds = ", ".join(f"{x.dtype.name} {x.shape}" for x in operands)
-        raise ValueError(f"operands are {kinds}, expected the same type and shape")
+def _op(
+    kernel: Callable[..., Any], portable: Callable[..., Any], *, rows: bool = False
+) -> Callable[..., Any]:
+    """A function of an implementation, arrays and options, without derivatives.
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Call:
-    dtype: Any
-    through: Any
-    implementation: str | tuple[str, ...] | None
-    device: DeviceSpec | None
-    eps: float = 0.0
-    activation: str = ""
-    blocks: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        implementation: str | Sequence[str] | None,
-        dtype: DTypeLike | None = None,
-        through: DTypeLike | None = None,
-        **more: Any,
-    ) -> "_Call":
-        return cls(
-            dtype=None if dtype is None else jnp.dtype(dtype),
-            through=None if through is None else jnp.dtype(through),
-            implementation=as_hashable(implementation),
-            device=DeviceSpec.current(),
-            **more,
-        )
-
-
-type _Arrays = tuple[Array, ...]
-
-
-def _op(name: str, kernel: Callable[..., Any], portable: Callable[..., Any]) -> Any:
-    """A function of arrays and a call, without derivatives."""
+    A kernel of rows starts as many blocks as the GPU runs at a time.
+    """
+    name = kernel.__name__
     # The layers of a model are traced and lowered once.
-    jitted = jax.jit(kernel, static_argnums=1)
+    jitted = jax.jit(
+        lambda arrays, options: kernel(*arrays, **dict(options)), static_argnums=1
+    )
 
-    def mosaic_gpu(arrays: _Arrays, call: _Call) -> Any:
-        check_hopper(call.device, name)
-        check_local(name, *arrays)
-        return jitted(vary_alike(arrays), call)
-
-    @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-    def run(arrays: _Arrays, call: _Call) -> Any:
-        implementations = {"mosaic_gpu": mosaic_gpu, "xla": portable}
-        found = dispatch(name, implementations, call.implementation, arrays, call)
-        axes = varying(*arrays)
-        return jax.tree.map(lambda a: as_varying(a, axes), found)  # kernels lose it
-
-    @run.defjvp
-    def _(call: _Call, *_: Any) -> Any:
-        raise NotImplementedError(
+    def run(
+        implementation: str | Sequence[str] | None, *arrays: Array, **options: Any
+    ) -> Any:
+        arrays = no_derivative(
+            arrays,
             f"{name} has no derivatives: rounding to 8 bits has none; give the layer"
-            " that rounds its operands a gradient rule of its own"
+            " that rounds its operands a gradient rule of its own",
         )
+
+        def mosaic_gpu() -> Any:
+            device = check_hopper(DeviceSpec.current(), name)
+            check_local(name, *arrays)
+            more = {"device": device} if rows else {}
+            return jitted(vary_alike(arrays), tuple((options | more).items()))
+
+        def xla() -> Any:
+            return portable(*arrays, **options)
+
+        implementations = {"mosaic_gpu": mosaic_gpu, "xla": xla}
+        return keep_mark(dispatch(name, implementations, implementation), *arrays)
 
     return run
 
 
-_quantize_rows = _op(
-    "quantize_rows",
-    lambda arrays, call: mosaic_gpu.quantize_rows(
-        arrays[0],
-        call.dtype,
-        through=call.through,
-        device=call.device,
-        blocks=call.blocks,
-    ),
-    lambda arrays, call: xla.quantize_rows(
-        arrays[0], call.dtype, through=call.through, blocks=call.blocks
-    ),
-)
-_quantize_rms_norm = _op(
-    "quantize_rms_norm",
-    lambda arrays, call: mosaic_gpu.quantize_rms_norm(
-        *arrays,
-        dtype=call.dtype,
-        eps=call.eps,
-        device=call.device,
-        blocks=call.blocks,
-    ),
-    lambda arrays, call: xla.quantize_rms_norm(
-        *arrays, dtype=call.dtype, eps=call.eps, blocks=call.blocks
-    ),
-)
-_quantize_gated = _op(
-    "quantize_gated",
-    lambda arrays, call: mosaic_gpu.quantize_gated(
-        *arrays,
-        dtype=call.dtype,
-        activation=call.activation,
-        device=call.device,
-        blocks=call.blocks,
-    ),
-    lambda arrays, call: xla.quantize_gated(
-        *arrays, dtype=call.dtype, activation=call.activation, blocks=call.blocks
-    ),
-)
+_quantize_rows = _op(mosaic_gpu.quantize_rows, xla.quantize_rows, rows=True)
+_quantize_rms_norm = _op(mosaic_gpu.quantize_rms_norm, xla.quantize_rms_norm, rows=True)
+_quantize_gated = _op(mosaic_gpu.quantize_gated, xla.quantize_gated, rows=True)
 _quantize_gated_gradients = _op(
-    "quantize_gated_gradients",
-    lambda arrays, call: mosaic_gpu.quantize_gated_gradients(
-        *arrays,
-        dtype=call.dtype,
-        activation=call.activation,
-        device=call.device,
-        blocks=call.blocks,
-    ),
-    lambda arrays, call: xla.quantize_gated_gradients(
-        *arrays, dtype=call.dtype, activation=call.activation, blocks=call.blocks
-    ),
+    mosaic_gpu.quantize_gated_gradients, xla.quantize_gated_gradients, rows=True
 )
-_transpose_rows = _op(
-    "transpose_rows",
-    lambda arrays, _: mosaic_gpu.transpose_rows(*arrays),
-    lambda arrays, _: xla.transpose_rows(*arrays),
-)
-_transpose_blocks = _op(
-    "transpose_blocks",
-    lambda arrays, _: mosaic_gpu.transpose_blocks(*arrays),
-    lambda arrays, _: xla.transpose_blocks(*arrays),
-)
-_quantize_squares = _op(
-    "quantize_squares",
-    lambda arrays, call: mosaic_gpu.quantize_squares(
-        arrays[0], call.dtype, through=call.through
-    ),
-    lambda arrays, call: xla.quantize_squares(
-        arrays[0], call.dtype, through=call.through
-    ),
-)
-_transpose = _op(
-    "transpose",
-    lambda arrays, _: mosaic_gpu.transpose(*arrays),
-    lambda arrays, _: arrays[0].T,
-)
+_transpose_rows = _op(mosaic_gpu.transpose_rows, xla.transpose_rows)
+_transpose_blocks = _op(mosaic_gpu.transpose_blocks, xla.transpose_blocks)
+_quantize_squares = _op(mosaic_gpu.quantize_squares, xla.quantize_squares)
+_transpose = _op(mosaic_gpu.transpose, jnp.transpose)
 _quantize_and_transpose = _op(
-    "quantize_and_transpose",
-    lambda arrays, call: mosaic_gpu.quantize_and_transpose(
-        arrays[0], inverse_scale(arrays[1]), call.dtype, through=call.through
-    ),
-    lambda arrays, call: xla.quantize_and_transpose(
-        arrays[0], arrays[1], call.dtype, through=call.through
-    ),
+    mosaic_gpu.quantize_and_transpose, xla.quantize_and_transpose
 )

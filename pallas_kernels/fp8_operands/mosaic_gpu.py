@@ -1,20 +1,27 @@
 """Hopper kernels that round operands to 8 bits and transpose them.
 
-Memory is all that limits them. `quantize_rows` has whole rows in registers: it needs
-the largest number of a row before it can round the first. Each warpgroup reads rows
-straight into registers, 16 bytes a lane at a time, and writes them; what it has seen of
-each column it keeps until its last row.
+Memory is all that limits them. Two walks share it out, `_round` by rows and
+`_over_tiles` by tiles; each public function gives one of them what is done with what a
+warpgroup holds. They take what the functions of the same names in `api` take, and
+`device`, the GPU that a kernel is built for; all raise `Unsupported` where types or
+shapes do not fit.
 
-The others go by tiles. A lane holds 16 rows of 4 columns, of which each
-four rows are one transposition of 4 x 4 bytes, and writes 16 bytes of each column.
+Each warpgroup reads rows straight into registers, 16 bytes a lane at a time, and writes
+them. With one scale a row it holds whole rows: it needs the largest number of a row
+before it can round the first. What it has seen of each column it keeps until its last
+row.
+
+Of a tile a lane holds 16 rows of 4 columns, of which each four rows are one
+transposition of 4 x 4 bytes, and writes 16 bytes of each column.
 
 Axis letters: M rows, K columns.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +35,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.fp8_operands.scales import BLOCK, inverse_bits, scale_bits
+from pallas_kernels.fp8_operands.scales import (
+    BLOCK,
+    inverse_bits,
+    inverse_scale,
+    scale_bits,
+)
 from pallas_kernels.matmul.activations import KERNEL_ACTIVATIONS
-from pallas_kernels.mosaic import DeviceSpec, smem_transforms
-from pallas_kernels.mosaic.aliases import Ref
+from pallas_kernels.mosaic import DeviceSpec, largest_divisor, smem_transforms
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 
 
 MOST_COLUMNS = 16_384
@@ -42,6 +54,9 @@ TILE = 128
 
 _PART = TILE // 2
 """Columns that are in registers at a time: 64 numbers a lane."""
+
+_PARTS = range(0, TILE, _PART)
+"""First columns of the parts of a tile."""
 
 _LANES = 128
 """Lanes of a warpgroup."""
@@ -55,36 +70,28 @@ _AT_A_TIME = 2048
 
 _WIDE = ("bfloat16", "float16", "float32")
 
+type Rounded = tuple[jax.Array, jax.Array, jax.Array | None]
+"""[M,K] in 8 bits; scales [M]; the largest magnitude of each column [K]. By blocks
+scales [M,K/128] and None."""
+
 
 # --- Rows -----------------------------------------------------------------------------
 
 
 def quantize_rows(
     x: jax.Array,
-    dtype: DTypeLike,
     *,
+    dtype: DTypeLike,
     through: jnp.dtype,
+    blocks: bool,
     device: DeviceSpec,
-    blocks: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Rounds rows by their own scales on a Hopper GPU.
+) -> Rounded:
+    """Rounds rows by their own scales, or by those of each `BLOCK` numbers of them.
 
-    Args:
-        x: [M,K]; K a multiple of 128, at most `MOST_COLUMNS`.
-        dtype: float8_e4m3fn or float8_e5m2.
-        through: bfloat16 or float16, to which x is rounded first.
-        device: the GPU that the kernel is built for.
-        blocks: a scale for each `BLOCK` numbers of a row.
-
-    Returns:
-        [M,K] of `dtype`; scales [M]; the largest magnitude of each column [K]. With
-        `blocks`, scales [M,K/128] and None.
-
-    Raises:
-        Unsupported: types or shape do not fit.
+    K is a multiple of 128, with `blocks` of 512, and at most `MOST_COLUMNS`.
     """
-    _check_rows(x, through)
-    return _round("quantize_rows", lambda x: x, [x], dtype, through, device, blocks)
+    name, itself = "quantize_rows", lambda x: [x]
+    return _round(name, itself, [x], dtype, through, blocks, device)[0]
 
 
 def quantize_rms_norm(
@@ -92,38 +99,25 @@ def quantize_rms_norm(
     weight: jax.Array,
     *,
     dtype: DTypeLike,
+    through: jnp.dtype,
     eps: float,
+    blocks: bool,
     device: DeviceSpec,
-    blocks: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """`quantize_rows` of normalized rows.
-
-    Args:
-        x: [M,K], bfloat16 or float16; K at most half of `MOST_COLUMNS`.
-        weight: [K], fp32.
-        dtype: float8_e4m3fn or float8_e5m2.
-        eps: added to the mean square.
-        device: the GPU that the kernel is built for.
-        blocks: as of `quantize_rows`.
-
-    Raises:
-        Unsupported: types or shape do not fit.
-    """
-    _check_rows(x, x.dtype)
+) -> Rounded:
+    """`quantize_rows` of normalized rows; K is at most half of `MOST_COLUMNS`."""
+    name = "quantize_rms_norm"
     if x.shape[1] > MOST_COLUMNS // 2:
         raise Unsupported(
-            f"quantize_rms_norm: rows of {x.shape[1]}, the kernel takes at most"
+            f"{name}: rows of {x.shape[1]}, the kernel takes at most"
             f" {MOST_COLUMNS // 2}; use implementation='xla'"
         )
 
-    def normalized(x: jax.Array, weight: jax.Array) -> jax.Array:
+    def normalized(x: jax.Array, weight: jax.Array) -> list[jax.Array]:
         x = x.astype(jnp.float32)
         mean = jnp.sum(jnp.sum(x * x, int(blocks))) / x.size
-        return x * lax.broadcast(lax.rsqrt(mean + eps), x.shape) * weight
+        return [x * lax.broadcast(lax.rsqrt(mean + eps), x.shape) * weight]
 
-    return _round(
-        "quantize_rms_norm", normalized, [x], dtype, x.dtype, device, blocks, [weight]
-    )
+    return _round(name, normalized, [x], dtype, through, blocks, device, [weight])[0]
 
 
 def quantize_gated(
@@ -131,31 +125,18 @@ def quantize_gated(
     up: jax.Array,
     *,
     dtype: DTypeLike,
+    through: jnp.dtype,
     activation: str,
+    blocks: bool,
     device: DeviceSpec,
-    blocks: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """`quantize_rows` of ``activation(gate) * up``.
+) -> Rounded:
+    """`quantize_rows` of ``activation(gate) * up``, both [M,K] of one 16-bit type."""
+    name, activate = "quantize_gated", KERNEL_ACTIVATIONS[activation]
 
-    Args:
-        gate: [M,K], bfloat16 or float16.
-        up: [M,K], of the same type.
-        dtype: float8_e4m3fn or float8_e5m2.
-        activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
-        device: the GPU that the kernel is built for.
-        blocks: as of `quantize_rows`.
+    def gated(gate: jax.Array, up: jax.Array) -> list[jax.Array]:
+        return [activate(gate.astype(jnp.float32)) * up.astype(jnp.float32)]
 
-    Raises:
-        Unsupported: types or shape do not fit.
-    """
-    _check_rows(gate, gate.dtype)
-    activate = KERNEL_ACTIVATIONS[activation]
-
-    def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-        return activate(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-
-    operands, through = [gate, up], gate.dtype
-    return _round("quantize_gated", gated, operands, dtype, through, device, blocks)
+    return _round(name, gated, [gate, up], dtype, through, blocks, device)[0]
 
 
 def quantize_gated_gradients(
@@ -164,39 +145,21 @@ def quantize_gated_gradients(
     g: jax.Array,
     *,
     dtype: DTypeLike,
+    through: jnp.dtype,
     activation: str,
+    blocks: bool,
     device: DeviceSpec,
-    blocks: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> Sequence[Rounded]:
     """Gradients of ``activation(gate) * up``, with one scale for a row of both.
 
-    A row of both gradients is more than the registers hold beside the largest of each
-    column: each lane writes what it computes to shared memory, and reads it again when
-    the scale is known.
-
-    Args:
-        gate: [M,K], bfloat16 or float16.
-        up: [M,K], of the same type.
-        g: [M,K], of the same type; the gradient of the product.
-        dtype: float8_e4m3fn or float8_e5m2.
-        activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
-        device: the GPU that the kernel is built for.
-        blocks: scales of blocks of each.
-
-    Returns:
-        [M,K] of `dtype` twice; scales [M]; the largest magnitudes of columns [K] twice.
-        With `blocks`, scales [M,K/128] twice instead.
-
-    Raises:
-        Unsupported: types or shape do not fit.
+    All are [M,K] of one 16-bit type. Blocks of each gradient have scales of their own.
     """
-    _check_rows(gate, gate.dtype)
+    name = "quantize_gated_gradients"
     if activation != "silu":
         raise Unsupported(
-            f"quantize_gated_gradients: activation {activation!r}, the kernel takes"
-            " 'silu'; use implementation='xla'"
+            f"{name}: activation {activation!r}, the kernel takes 'silu'; use"
+            " implementation='xla'"
         )
-    (m, k), through = gate.shape, gate.dtype
 
     def gradients(z: jax.Array, u: jax.Array, d: jax.Array) -> list[jax.Array]:
         z, u, d = (x.astype(jnp.float32) for x in (z, u, d))
@@ -204,36 +167,164 @@ def quantize_gated_gradients(
         slope = sigmoid * (1 + z * (1 - sigmoid))
         return [x.astype(through) for x in (d * u * slope, d * z * sigmoid)]
 
-    if blocks:
-        name, operands = "quantize_gated_gradients", [gate, up, g]
-        return _round_blocks(
-            name, gradients, operands, dtype, through, device, results=2
-        )
-    width, layout = _row_layout(k, through)
-    lines = k // width
-    turns = pl.cdiv(m, 2 * device.num_sms)
-    count = pl.cdiv(m, turns)
-    parts = _parts(lines, width)
+    operands = [gate, up, g]
+    if not blocks:
+        return _round_pairs(name, gradients, operands, dtype, through, device)
+    return _round(name, gradients, operands, dtype, through, blocks, device, results=2)
 
-    def body(*refs: Ref, held: Ref) -> None:
-        *in_refs, scale_ref, data_refs, largest_refs = (
-            *refs[:3],
-            refs[5],
-            refs[3:5],
-            refs[6:],
+
+def _round(
+    name: str,
+    value: Callable[..., Sequence[jax.Array]],
+    operands: Sequence[jax.Array],
+    dtype: DTypeLike,
+    through: jnp.dtype,
+    blocks: bool,
+    device: DeviceSpec,
+    vectors: Sequence[jax.Array] = (),
+    results: int = 1,
+) -> Sequence[Rounded]:
+    """Rounds what a function makes of each row.
+
+    Args:
+        name: of the kernel.
+        value: of a row of each operand, and of `vectors`, in registers.
+        operands: [M,K] each, of one type.
+        dtype: of the results.
+        through: to which the values are rounded first.
+        blocks: whether each `BLOCK` numbers have a scale of their own.
+        device: the GPU that the kernel is built for.
+        vectors: [K] each.
+        results: how many rows `value` makes.
+
+    Raises:
+        Unsupported: types or shape do not fit.
+    """
+    _check_rows(operands[0], through)
+    k, kind = operands[0].shape[1], operands[0].dtype
+    if blocks:  # nothing but a vector needs a whole row
+        shape, layout = _layout_of_blocks(name, k, kind, whole=bool(vectors))
+    else:
+        shape, layout = _layout_of_rows(k, kind)
+    m = operands[0].size // math.prod(shape)
+    held = len(operands) + len(vectors) + (results if blocks else len(operands) - 1)
+    rows = min(m, max(1, MOST_COLUMNS // (math.prod(shape) * held)))
+    while not blocks and rows > 1 and pl.cdiv(m, rows // 2) <= device.num_sms:
+        rows //= 2  # few rows are shared by all multiprocessors
+    at_a_time = 3 if blocks or k * len(operands) <= _WIDEST_OF_THREE else 2
+    turns = pl.cdiv(pl.cdiv(m, rows), at_a_time * device.num_sms)
+    count = pl.cdiv(pl.cdiv(m, rows), turns)
+    outputs = results, results, 0 if blocks else results
+
+    def body(*refs: Ref) -> None:
+        row_refs, vector_refs, data_refs, scale_refs, largest_refs = _split(
+            refs, len(operands), len(vectors), *outputs
         )
         block = lax.axis_index("block")
 
-        def turn(i: Any, largest: Any) -> Any:
+        def read(ref: Ref) -> jax.Array:
+            return plgpu.load(ref, layout=layout, optimized=False)
+
+        def round_row(start: Scalar, j: int, held: Any, largest: Any) -> Any:
+            row = start + j
+            x = value(*held)[0].astype(through)
+            size = jnp.abs(x)
+            most = _bits(jnp.max(size, 0).astype(jnp.float32))  # [width]
+            scale = scale_bits(jnp.max(most), dtype)
+            inverse = lax.broadcast(inverse_bits(scale), shape)
+            wide = x.astype(jnp.float32) * _number(inverse)
+            data_refs[0][row] = wide.astype(dtype)
+            scale_refs[0][row] = scale
+            return [jnp.maximum(largest[0], size)]
+
+        def round_blocks(start: Scalar, j: int, held: Any, largest: Any) -> Any:
+            for x, data, scales in zip(
+                value(*held), data_refs, scale_refs, strict=True
+            ):
+                x = x.astype(through)
+                most = jnp.max(jnp.abs(x), 1)  # of each block
+                scale = scale_bits(_bits(most.astype(jnp.float32)), dtype)
+                inverse = _number(inverse_bits(scale))
+                inverse = lax.broadcast_in_dim(inverse, shape, (0,))
+                wide = x.astype(jnp.float32) * plgpu.layout_cast(inverse, layout)
+                data[start + j] = wide.astype(dtype)
+                scales[start + j] = scale
+            return largest
+
+        def turn(i: Scalar, largest: Any) -> Any:
+            # The last rows are a whole group too; what two blocks write is the same.
+            start = jnp.minimum((i * count + block) * rows, m - rows)
+            loaded = [
+                [read(ref.at[start + row]) for ref in row_refs] for row in range(rows)
+            ]
+            given = [read(ref) for ref in vector_refs]
+            for j, each in enumerate(loaded):
+                round_one = round_blocks if blocks else round_row
+                largest = round_one(start, j, [*each, *given], largest)
+            return largest
+
+        nothing = [
+            plgpu.layout_cast(jnp.zeros(shape, through), layout) for _ in largest_refs
+        ]
+        largest = lax.fori_loop(0, turns, turn, nothing)
+        for ref, x in zip(largest_refs, largest, strict=True):
+            ref[block] = x
+
+    found = _launch(
+        body,
+        name,
+        count,
+        [x.reshape(-1, *shape) for x in operands] + [x.reshape(shape) for x in vectors],
+        [jax.ShapeDtypeStruct((m, *shape), dtype)] * results
+        + [jax.ShapeDtypeStruct((m, *shape[: int(blocks)]), jnp.int32)] * results
+        + [jax.ShapeDtypeStruct((count, *shape), through)] * outputs[-1],
+    )
+    data, scales, largest = _split(found, *outputs)
+    data = [x.reshape(-1, k) for x in data]
+    if blocks:
+        scales = [_number(x).reshape(-1, k // BLOCK) for x in scales]
+        return [(*each, None) for each in zip(data, scales, strict=True)]
+    return [*zip(data, map(_number, scales), map(_over_blocks, largest), strict=True)]
+
+
+def _round_pairs(
+    name: str,
+    value: Callable[..., Sequence[jax.Array]],
+    operands: Sequence[jax.Array],
+    dtype: DTypeLike,
+    through: jnp.dtype,
+    device: DeviceSpec,
+) -> Sequence[Rounded]:
+    """`_round` of two rows with one scale.
+
+    They are more than the registers hold beside the largest of each column: each lane
+    writes what it computes to shared memory, and reads it again when the scale is
+    known. Arguments are those of `_round`.
+    """
+    m, k = operands[0].shape
+    _check_rows(operands[0], through)
+    shape, layout = _layout_of_rows(k, through)
+    lines, width = shape
+    turns = pl.cdiv(m, 2 * device.num_sms)
+    count = pl.cdiv(m, turns)
+    parts = _parts(lines, width)
+    outputs = 2, 1, 2
+
+    def body(*refs: Ref, held: Ref) -> None:
+        row_refs, data_refs, (scale_ref,), largest_refs = _split(
+            refs, len(operands), *outputs
+        )
+        block = lax.axis_index("block")
+
+        def read(ref: Ref) -> jax.Array:
+            return plgpu.load(ref, layout=layout, optimized=False)
+
+        def turn(i: Scalar, largest: Any) -> Any:
             row = jnp.minimum(i * count + block, m - 1)
             seen: list[Any] = []
             most: dict[int, Any] = {}  # of parts of each size
             for part, before in zip(parts, largest, strict=True):
-                z, u, d = (
-                    plgpu.load(ref.at[row, part], layout=layout, optimized=False)
-                    for ref in in_refs
-                )
-                found = gradients(z, u, d)
+                found = value(*(read(ref.at[row, part]) for ref in row_refs))
                 for j, x in enumerate(found):
                     held[j, part] = x
                 sizes = [jnp.abs(x) for x in found]
@@ -246,10 +337,9 @@ def quantize_gated_gradients(
             scale = scale_bits(jnp.max(bits), dtype)
             for part in parts:
                 inverse = lax.broadcast(inverse_bits(scale), (part.size, width))
-                for j, data_ref in enumerate(data_refs):
-                    x = plgpu.load(held.at[j, part], layout=layout, optimized=False)
-                    wide = x.astype(jnp.float32) * _number(inverse)
-                    data_ref[row, part] = wide.astype(dtype)
+                for j, data in enumerate(data_refs):
+                    wide = read(held.at[j, part]).astype(jnp.float32) * _number(inverse)
+                    data[row, part] = wide.astype(dtype)
             scale_ref[row] = scale
             return seen
 
@@ -262,126 +352,78 @@ def quantize_gated_gradients(
             for ref, x in zip(largest_refs, each, strict=True):
                 ref[block, part] = x
 
-    data = jax.ShapeDtypeStruct((m, lines, width), dtype)
-    largest = jax.ShapeDtypeStruct((count, lines, width), through)
-    *both, scale, first, second = plgpu.kernel(
+    found = _launch(
         body,
-        out_type=(
-            data,
-            data,
-            jax.ShapeDtypeStruct((m,), jnp.int32),
-            largest,
-            largest,
-        ),
-        scratch_types={"held": plgpu.SMEM((2, lines, width), through)},
-        grid=(count,),
-        grid_names=("block",),
-        kernel_name="quantize_gated_gradients",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(*(x.reshape(m, lines, width) for x in (gate, up, g)))
-    data = [x.reshape(m, k) for x in both]
-    return *data, _number(scale), _over_blocks(first), _over_blocks(second)
-
-
-def _round(
-    name: str,
-    value: Callable[..., jax.Array],
-    operands: Sequence[jax.Array],
-    dtype: DTypeLike,
-    through: jnp.dtype,
-    device: DeviceSpec,
-    blocks: bool,
-    vectors: Sequence[jax.Array] = (),
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """`_round_rows`, or `_round_blocks`."""
-    if not blocks:
-        return _round_rows(name, value, operands, dtype, through, device, vectors)
-    data, scale = _round_blocks(
-        name, lambda *rows: [value(*rows)], operands, dtype, through, device, vectors
+        name,
+        count,
+        [x.reshape(m, *shape) for x in operands],
+        [jax.ShapeDtypeStruct((m, *shape), dtype)] * 2
+        + [jax.ShapeDtypeStruct((m,), jnp.int32)]
+        + [jax.ShapeDtypeStruct((count, *shape), through)] * 2,
+        held=plgpu.SMEM((2, *shape), through),
     )
-    return data, scale, None
+    data, (scale,), largest = _split(found, *outputs)
+    return [
+        (x.reshape(m, k), _number(scale), _over_blocks(most))
+        for x, most in zip(data, largest, strict=True)
+    ]
 
 
-def _round_rows(
+def _launch(
+    body: Callable[..., None],
     name: str,
-    value: Callable[..., jax.Array],
+    count: int,
     operands: Sequence[jax.Array],
-    dtype: DTypeLike,
-    through: jnp.dtype,
-    device: DeviceSpec,
-    vectors: Sequence[jax.Array] = (),
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rounds what a function makes of each row; see `quantize_rows`.
-
-    Args:
-        name: of the kernel.
-        value: of a row of each operand, and of `vectors`, in registers.
-        operands: [M,K] each, of one type.
-        dtype: of the result.
-        through: to which the values are rounded first.
-        device: the GPU that the kernel is built for.
-        vectors: [K] each.
-    """
-    m, k = operands[0].shape
-    width, layout = _row_layout(k, operands[0].dtype)
-    held = k * (2 * len(operands) - 1 + len(vectors))  # in registers
-    rows = min(m, max(1, MOST_COLUMNS // held))
-    while rows > 1 and pl.cdiv(m, rows // 2) <= device.num_sms:
-        rows //= 2  # few rows are shared by all multiprocessors
-    few = k * len(operands) <= _WIDEST_OF_THREE
-    at_a_time = (3 if few else 2) * device.num_sms
-    turns = pl.cdiv(pl.cdiv(m, rows), at_a_time)
-    blocks = pl.cdiv(pl.cdiv(m, rows), turns)
-    shape = (k // width, width)
-
-    def body(*refs: Ref) -> None:
-        *in_refs, data_ref, scale_ref, largest_ref = refs
-        row_refs, vector_refs = in_refs[: len(operands)], in_refs[len(operands) :]
-        block = lax.axis_index("block")
-
-        def read(ref: Ref) -> jax.Array:
-            return plgpu.load(ref, layout=layout, optimized=False)
-
-        def turn(i: Any, largest: Any) -> Any:
-            # The last rows are a whole group too; what two blocks write is the same.
-            start = jnp.minimum((i * blocks + block) * rows, m - rows)
-            loaded = [
-                [read(ref.at[start + row]) for ref in row_refs] for row in range(rows)
-            ]
-            given = [read(ref) for ref in vector_refs]
-            for j, each in enumerate(loaded):
-                row = start + j
-                x = value(*each, *given).astype(through)
-                size = jnp.abs(x)
-                most = _bits(jnp.max(size, 0).astype(jnp.float32))  # [width]
-                scale = scale_bits(jnp.max(most), dtype)
-                inverse = lax.broadcast(inverse_bits(scale), shape)
-                wide = x.astype(jnp.float32) * _number(inverse)
-                data_ref[row] = wide.astype(dtype)
-                scale_ref[row] = scale
-                largest = jnp.maximum(largest, size)
-            return largest
-
-        nothing = plgpu.layout_cast(jnp.zeros(shape, through), layout)
-        largest_ref[block] = lax.fori_loop(0, turns, turn, nothing)
-
-    data, scale, largest = plgpu.kernel(
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    **scratch: Any,
+) -> Sequence[jax.Array]:
+    """Runs a kernel by rows in `count` blocks."""
+    return plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((m, *shape), dtype),
-            jax.ShapeDtypeStruct((m,), jnp.int32),
-            jax.ShapeDtypeStruct((blocks, *shape), through),
-        ),
-        grid=(blocks,),
+        out_type=outputs,
+        scratch_types=scratch,
+        grid=(count,),
         grid_names=("block",),
         kernel_name=name,
         # No array is both read and written.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(
-        *(x.reshape(m, *shape) for x in operands),
-        *(x.reshape(shape) for x in vectors),
-    )
-    return data.reshape(m, k), _number(scale), _over_blocks(largest)
+    )(*operands)
+
+
+def _split(found: Iterable[Any], *sizes: int) -> list[list[Any]]:
+    """The first of some, the next of them and so on."""
+    rest = iter(found)
+    return [list(itertools.islice(rest, size)) for size in sizes]
+
+
+def _over_blocks(largest: jax.Array) -> jax.Array:
+    """[K], fp32: the largest of what each block has seen."""
+    # By bits, which order as magnitudes do: a maximum of numbers may skip NaN.
+    return _number(jnp.max(_bits(largest.astype(jnp.float32)), axis=0)).reshape(-1)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _number(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _piece(k: int, dtype: jnp.dtype) -> int:
+    """Numbers that a lane reads at a time, up to 16 bytes."""
+    return math.gcd(16 // dtype.itemsize, k // _LANES)
+
+
+def _layout_of_rows(k: int, dtype: jnp.dtype) -> tuple[tuple[int, int], Any]:
+    """A row in lines, of what a warpgroup reads at a time, and how it holds them."""
+    piece = _piece(k, dtype)
+    if k == _LANES * piece:  # of one line jax cannot infer the layout of the maximum
+        piece //= 2
+    width = _LANES * piece
+    tiling = plgpu.Tiling(((1, width), (width // 4,), (piece,)))
+    layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    return (k // width, width), layout
 
 
 _BLOCKS = {
@@ -401,135 +443,29 @@ _BLOCKS = {
 """Of blocks, by the numbers that a lane reads at a time."""
 
 
-def _round_blocks(
-    name: str,
-    value: Callable[..., Sequence[jax.Array]],
-    operands: Sequence[jax.Array],
-    dtype: DTypeLike,
-    through: jnp.dtype,
-    device: DeviceSpec,
-    vectors: Sequence[jax.Array] = (),
-    results: int = 1,
-) -> tuple[jax.Array, ...]:
-    """Rounds what a function makes of each row, `BLOCK` numbers by a scale of theirs.
-
-    Args:
-        name: of the kernel.
-        value: of a row of each operand, and of `vectors`, in registers.
-        operands: [M,K] each, of one type.
-        dtype: of the results.
-        through: to which the values are rounded first.
-        device: the GPU that the kernel is built for.
-        vectors: [K] each.
-        results: how many rows `value` makes.
-
-    Returns:
-        [M,K] of `dtype` for each result; [M,K/128], their scales.
-
-    Raises:
-        Unsupported: types or shape do not fit.
-    """
-    for x in operands:
-        _check_rows(x, through)
-    m, k = operands[0].shape
-    piece = math.gcd(16 // operands[0].dtype.itemsize, k // _LANES)
+def _layout_of_blocks(
+    name: str, k: int, dtype: jnp.dtype, *, whole: bool
+) -> tuple[tuple[int, int], Any]:
+    """A whole row, or a part of one, in blocks, and how a warpgroup holds them."""
+    piece = _piece(k, dtype)
     if piece < 4:
         raise Unsupported(
             f"{name}: rows of {k}, the kernel takes multiples of {4 * BLOCK}, in blocks"
             f" of {BLOCK}; use implementation='xla'"
         )
     # A warp has `piece / 4` blocks of each line, of which a lane has `piece` numbers.
-    layout = _BLOCKS[piece]
     lines = k // (piece * BLOCK)
-    if not vectors:  # nothing needs a whole row
-        most = max(1, _AT_A_TIME // (piece * BLOCK))
-        lines = max(n for n in range(1, most + 1) if lines % n == 0)
-    shape = (lines * piece, BLOCK)
-    m = m * k // math.prod(shape)
-    held = math.prod(shape) * (len(operands) + len(vectors) + results)  # in registers
-    rows = min(m, max(1, MOST_COLUMNS // held))
-    turns = pl.cdiv(pl.cdiv(m, rows), 3 * device.num_sms)
-    blocks = pl.cdiv(pl.cdiv(m, rows), turns)
-
-    def body(*refs: Ref) -> None:
-        in_refs, out_refs = refs[: -2 * results], refs[-2 * results :]
-        row_refs, vector_refs = in_refs[: len(operands)], in_refs[len(operands) :]
-        block = lax.axis_index("block")
-
-        def read(ref: Ref) -> jax.Array:
-            return plgpu.load(ref, layout=layout, optimized=False)
-
-        def turn(i: Any, _: None) -> None:
-            # The last rows are a whole group too; what two blocks write is the same.
-            start = jnp.minimum((i * blocks + block) * rows, m - rows)
-            loaded = [
-                [read(ref.at[start + row]) for ref in row_refs] for row in range(rows)
-            ]
-            given = [read(ref) for ref in vector_refs]
-            for j, each in enumerate(loaded):
-                for number, x in enumerate(value(*each, *given)):
-                    x = x.astype(through)
-                    most = jnp.max(jnp.abs(x), 1)  # of each block
-                    scale = scale_bits(_bits(most.astype(jnp.float32)), dtype)
-                    inverse = _number(inverse_bits(scale))
-                    inverse = lax.broadcast_in_dim(inverse, shape, (0,))
-                    wide = x.astype(jnp.float32) * plgpu.layout_cast(inverse, layout)
-                    out_refs[number][start + j] = wide.astype(dtype)
-                    out_refs[results + number][start + j] = scale
-
-        lax.fori_loop(0, turns, turn, None)
-
-    found = plgpu.kernel(
-        body,
-        out_type=(
-            *[jax.ShapeDtypeStruct((m, *shape), dtype)] * results,
-            *[jax.ShapeDtypeStruct((m, shape[0]), jnp.int32)] * results,
-        ),
-        grid=(blocks,),
-        grid_names=("block",),
-        kernel_name=name,
-        # No array is both read and written.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(
-        *(x.reshape(m, *shape) for x in operands),
-        *(x.reshape(shape) for x in vectors),
-    )
-    data = (x.reshape(-1, k) for x in found[:results])
-    return *data, *(_number(x).reshape(-1, k // BLOCK) for x in found[results:])
-
-
-def _over_blocks(largest: jax.Array) -> jax.Array:
-    """[K], fp32: the largest of what each block has seen."""
-    # By bits, which order as magnitudes do: a maximum of numbers may skip NaN.
-    return _number(jnp.max(_bits(largest.astype(jnp.float32)), axis=0)).reshape(-1)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _number(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _row_layout(k: int, dtype: jnp.dtype) -> tuple[int, Any]:
-    """Columns that a warpgroup reads at a time, up to 16 bytes a lane; their layout."""
-    piece = math.gcd(16 // dtype.itemsize, k // _LANES)
-    if k == _LANES * piece:  # of one line jax cannot infer the layout of the maximum
-        piece //= 2
-    width = _LANES * piece
-    tiling = plgpu.Tiling(((1, width), (width // 4,), (piece,)))
-    layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-    return width, layout
+    if not whole:
+        lines = largest_divisor(lines, _AT_A_TIME // (piece * BLOCK))
+    return (lines * piece, BLOCK), _BLOCKS[piece]
 
 
 def _parts(lines: int, width: int) -> list[Any]:
     """The lines of a row that are computed at a time: about `_AT_A_TIME` numbers."""
     size = max(2, _AT_A_TIME // width)
-    ends = [*range(size, lines - 1, size), lines]  # no line is alone: see `_row_layout`
-    return [
-        pl.ds(start, end - start) for start, end in zip([0, *ends], ends, strict=False)
-    ]
+    # No line is alone: see `_layout_of_rows`.
+    ends = [0, *range(size, lines - 1, size), lines]
+    return [pl.ds(start, end - start) for start, end in itertools.pairwise(ends)]
 
 
 def _check_rows(x: jax.Array, through: jnp.dtype) -> None:
@@ -552,147 +488,77 @@ def _check_rows(x: jax.Array, through: jnp.dtype) -> None:
 def transpose_rows(
     data: jax.Array, scale: jax.Array, largest: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Rounds ``data * scale`` again, by scales of its columns, and transposes it.
-
-    Args:
-        data: [M,K], both multiples of `TILE`; float8_e4m3fn or float8_e5m2.
-        scale: [M], fp32.
-        largest: [K], fp32: the largest magnitude of each column.
-
-    Returns:
-        [K,M] of the type of `data`; scales [K].
-
-    Raises:
-        Unsupported: types or shape do not fit.
-    """
+    """Rounds ``data * scale`` again, by scales of its columns, and transposes it."""
     dtype = data.dtype
-    _check_tiles(data, dtype)
     most = float(jnp.finfo(dtype).max)
 
-    def body(x_ref: Ref, scale_ref: Ref, largest_ref: Ref, *outs: Ref, **scratch: Ref):
-        out_ref, column_scale_ref = outs
-        row, column = _start_tile(x_ref, scratch)
-        rows = _each(scale_ref, row, TILE, axis=1)
-        plgpu.barrier_wait(scratch["full"])
-        for start in range(0, TILE, _PART):
-            wide = _part(scratch["x"], start).astype(jnp.float32) * _repeated(rows, 1)
-            columns = _each(largest_ref, column + start, _PART, axis=0)
+    def body(tile: _Tile, scale_ref: Ref, largest_ref: Ref, column_scale_ref: Ref):
+        rows = _each(scale_ref, tile.row, TILE, axis=1)
+        tile.wait()
+        for start in _PARTS:
+            wide = tile.read(start).astype(jnp.float32) * _repeated(rows, 1)
+            columns = _each(largest_ref, tile.column + start, _PART, axis=0)
             columns = scale_bits(columns, dtype)
             wide *= _repeated(_number(inverse_bits(columns)), 0)
             wide = jnp.minimum(jnp.maximum(wide, -most), most)
-            scratch["out"][pl.ds(start, _PART)] = _transpose(wide.astype(dtype))
+            tile.write(start, wide.astype(dtype))
 
-            @pl.when(row == 0)
+            @pl.when(tile.row == 0)
             def _(columns=columns, start=start):
-                column_scale_ref[pl.ds(column + start, _PART)] = columns
+                column_scale_ref[pl.ds(tile.column + start, _PART)] = columns
 
-        plgpu.commit_smem()
-        _store_tile(scratch["out"], out_ref, column, row)
-        plgpu.wait_smem_to_gmem(0)
-
-    turned, bits = _over_tiles(
-        body,
-        (data, scale, _bits(largest)),
-        dtype,
-        [jax.ShapeDtypeStruct(data.shape[1:], jnp.int32)],
-    )
+    column_scale = jax.ShapeDtypeStruct(data.shape[1:], jnp.int32)
+    operands = data, scale, _bits(largest)
+    turned, bits = _over_tiles(body, operands, dtype, column_scale)
     return turned, _number(bits)
 
 
 def transpose_blocks(data: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rounds ``data * scale`` again, by scales of blocks of columns, and transposes it.
 
-    Args:
-        data: [M,K], both multiples of `TILE`; float8_e4m3fn or float8_e5m2.
-        scale: [M,K/128], fp32.
-
-    Returns:
-        [K,M] of the type of `data`; scales [K,M/128].
-
-    Raises:
-        Unsupported: types or shape do not fit.
+    M and K are multiples of `TILE`.
     """
-    dtype = data.dtype
-    _check_tiles(data, dtype)
+    (m, k), dtype = data.shape, data.dtype
 
-    def body(x_ref: Ref, scale_ref: Ref, *outs: Ref, **scratch: Ref) -> None:
-        out_ref, column_scale_ref = outs
-        row, column = _start_tile(x_ref, scratch)
-        of_rows = scale_ref.at[lax.axis_index("k")]
-        rows = _each(of_rows, row, TILE, axis=1)
-        plgpu.barrier_wait(scratch["full"])
-        for start in range(0, TILE, _PART):
-            wide = _part(scratch["x"], start).astype(jnp.float32) * _repeated(rows, 1)
+    def body(tile: _Tile, scale_ref: Ref, column_scale_ref: Ref) -> None:
+        rows = _each(scale_ref.at[lax.axis_index("k")], tile.row, TILE, axis=1)
+        tile.wait()
+        for start in _PARTS:
+            wide = tile.read(start).astype(jnp.float32) * _repeated(rows, 1)
             columns = scale_bits(_bits(jnp.max(jnp.abs(wide), 0)), dtype)
             wide *= _repeated(_number(inverse_bits(columns)), 0)
-            scratch["out"][pl.ds(start, _PART)] = _transpose(wide.astype(dtype))
-            there = pl.ds(column + start, _PART)
+            tile.write(start, wide.astype(dtype))
+            there = pl.ds(tile.column + start, _PART)
             column_scale_ref[lax.axis_index("m"), there] = columns
-        plgpu.commit_smem()
-        _store_tile(scratch["out"], out_ref, column, row)
-        plgpu.wait_smem_to_gmem(0)
 
-    m, k = data.shape
-    turned, bits = _over_tiles(
-        body,
-        (data, scale.T),
-        dtype,
-        [jax.ShapeDtypeStruct((m // TILE, k), jnp.int32)],
-    )
+    column_scale = jax.ShapeDtypeStruct((m // TILE, k), jnp.int32)
+    operands = data, scale.T
+    turned, bits = _over_tiles(body, operands, dtype, column_scale)
     return turned, _number(bits).T
 
 
 def quantize_squares(
-    x: jax.Array, dtype: DTypeLike, *, through: jnp.dtype
+    x: jax.Array, *, dtype: DTypeLike, through: jnp.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rounds tiles by their own scales, and writes them in both layouts.
+    """Rounds tiles by their own scales, and writes them in both layouts."""
 
-    Args:
-        x: [M,K], both multiples of `TILE`; bfloat16, float16 or float32.
-        dtype: float8_e4m3fn or float8_e5m2.
-        through: type to which x is rounded first.
-
-    Returns:
-        [M,K] and [K,M] of `dtype`; scales [M/128,K/128].
-
-    Raises:
-        Unsupported: types or shape do not fit.
-    """
-    _check_tiles(x, *map(jnp.dtype, _WIDE))
-
-    def body(x_ref: Ref, *outs: Ref, **scratch: Ref) -> None:
-        turned_ref, rows_ref, scale_ref = outs
-        row, column = _start_tile(x_ref, scratch)
-        plgpu.barrier_wait(scratch["full"])
+    def body(tile: _Tile, scale_ref: Ref) -> None:
+        tile.wait()
 
         def part(start: int) -> jax.Array:
-            return _part(scratch["x"], start).astype(through)
+            return tile.read(start).astype(through)
 
-        parts = range(0, TILE, _PART)
-        sizes = (jnp.abs(part(start)).astype(jnp.float32) for start in parts)
+        sizes = (jnp.abs(part(start)).astype(jnp.float32) for start in _PARTS)
         most = _bits(jnp.max(functools.reduce(jnp.maximum, sizes), 0))
         scale = scale_bits(jnp.max(most), dtype)
         scale_ref[lax.axis_index("m"), lax.axis_index("k")] = scale
         inverse = _number(lax.broadcast(inverse_bits(scale), (TILE, _PART)))
-        for start in parts:
+        for start in _PARTS:
             data = (part(start).astype(jnp.float32) * inverse).astype(dtype)
-            scratch["rows"][:, pl.ds(start, _PART)] = data
-            scratch["out"][pl.ds(start, _PART)] = _transpose(data)
-        plgpu.commit_smem()
-        _store_tile(scratch["rows"], rows_ref, row, column)
-        _store_tile(scratch["out"], turned_ref, column, row)
-        plgpu.wait_smem_to_gmem(0)
+            tile.write(start, data)
 
-    turned, rows, bits = _over_tiles(
-        body,
-        (x,),
-        dtype,
-        [
-            jax.ShapeDtypeStruct(x.shape, dtype),
-            jax.ShapeDtypeStruct(tuple(n // TILE for n in x.shape), jnp.int32),
-        ],
-        rows=plgpu.SMEM((TILE, TILE), dtype),
-    )
+    scale = jax.ShapeDtypeStruct(tuple(n // TILE for n in x.shape), jnp.int32)
+    turned, rows, bits = _over_tiles(body, (x,), dtype, scale, both=True)
     return rows, turned, _number(bits)
 
 
@@ -705,110 +571,129 @@ def transpose(data: jax.Array, order: Sequence[int] = range(16)) -> jax.Array:
 
     Returns:
         [K,M] of the type of `data`.
-
-    Raises:
-        Unsupported: types or shape do not fit.
     """
-    _check_tiles(data, data.dtype)
 
-    def body(x_ref: Ref, out_ref: Ref, **scratch: Ref) -> None:
-        row, column = _start_tile(x_ref, scratch)
-        plgpu.barrier_wait(scratch["full"])
-        for start in range(0, TILE, _PART):
-            part = _part(scratch["x"], start)
-            scratch["out"][pl.ds(start, _PART)] = _transpose(part, order)
-        plgpu.commit_smem()
-        _store_tile(scratch["out"], out_ref, column, row)
-        plgpu.wait_smem_to_gmem(0)
+    def body(tile: _Tile) -> None:
+        tile.wait()
+        for start in _PARTS:
+            tile.write(start, tile.read(start), order)
 
     (turned,) = _over_tiles(body, (data,), data.dtype)
     return turned
 
 
 def quantize_and_transpose(
-    x: jax.Array, inverse: jax.Array, dtype: DTypeLike, *, through: jnp.dtype
+    x: jax.Array, scale: jax.Array, *, dtype: DTypeLike, through: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Rounds ``x * inverse`` and writes it in both layouts.
+    """Rounds ``x / scale`` and writes it in both layouts."""
 
-    Args:
-        x: [M,K], both multiples of `TILE`; bfloat16, float16 or float32.
-        inverse: [], fp32.
-        dtype: float8_e4m3fn or float8_e5m2.
-        through: type to which x is rounded first.
+    def body(tile: _Tile, inverse_ref: Ref) -> None:
+        tile.wait()
+        for start in _PARTS:
+            wide = tile.read(start).astype(through).astype(jnp.float32)
+            tile.write(start, (wide * inverse_ref[0]).astype(dtype))
 
-    Returns:
-        [M,K] and [K,M] of `dtype`.
-
-    Raises:
-        Unsupported: types or shape do not fit.
-    """
-    _check_tiles(x, *map(jnp.dtype, _WIDE))
-
-    def body(x_ref: Ref, inverse_ref: Ref, *outs: Ref, **scratch: Ref) -> None:
-        turned_ref, rows_ref = outs
-        row, column = _start_tile(x_ref, scratch)
-        plgpu.barrier_wait(scratch["full"])
-        for start in range(0, TILE, _PART):
-            wide = _part(scratch["x"], start).astype(through).astype(jnp.float32)
-            data = (wide * inverse_ref[0]).astype(dtype)
-            scratch["rows"][:, pl.ds(start, _PART)] = data
-            scratch["out"][pl.ds(start, _PART)] = _transpose(data)
-        plgpu.commit_smem()
-        _store_tile(scratch["rows"], rows_ref, row, column)
-        _store_tile(scratch["out"], turned_ref, column, row)
-        plgpu.wait_smem_to_gmem(0)
-
-    rows = jax.ShapeDtypeStruct(x.shape, dtype)
-    turned, rows = _over_tiles(
-        body,
-        (x, inverse.reshape(1)),
-        dtype,
-        [rows],
-        rows=plgpu.SMEM((TILE, TILE), dtype),
-    )
+    operands = x, inverse_scale(scale).reshape(1)
+    turned, rows = _over_tiles(body, operands, dtype, both=True)
     return rows, turned
+
+
+class _Tile(NamedTuple):
+    """The tile of a block of threads, which reads it and writes it by parts."""
+
+    row: Scalar
+    """Its first of the matrix."""
+    column: Scalar
+    x: Ref
+    full: Ref
+    """A barrier: `x` is there."""
+    out: Ref
+    """The tile transposed."""
+    rows: Ref | None = None
+    """The tile as it is, where that is written too."""
+
+    def wait(self) -> None:
+        """Until the tile can be read."""
+        plgpu.barrier_wait(self.full)
+
+    def read(self, start: int) -> jax.Array:
+        """A part [TILE, _PART]."""
+        part = self.x.at[:, pl.ds(start, _PART)]
+        return plgpu.load(part, layout=_ROWS, optimized=False)
+
+    def write(
+        self, start: int, data: jax.Array, order: Sequence[int] = range(16)
+    ) -> None:
+        """Writes a part of 8-bit numbers; `order` is that of `transpose`."""
+        if self.rows is not None:
+            self.rows[:, pl.ds(start, _PART)] = data
+        self.out[pl.ds(start, _PART)] = _transpose(data, order)
 
 
 def _over_tiles(
     body: Callable[..., None],
     operands: Sequence[jax.Array],
     dtype: DTypeLike,
-    more: Sequence[jax.ShapeDtypeStruct] = (),
-    **scratch: Any,
+    *more: jax.ShapeDtypeStruct,
+    both: bool = False,
 ) -> Sequence[jax.Array]:
-    """Runs a kernel for each tile of the first operand, whose transpose comes first."""
-    m, k = operands[0].shape
-    tile = (TILE, TILE)
+    """Runs a kernel for each tile of the first operand.
+
+    Args:
+        body: takes a `_Tile`, and references to the other operands and to `more`.
+        operands: the first is [M,K].
+        dtype: 8 bits.
+        more: what else the kernel writes.
+        both: whether tiles are written as they are, too.
+
+    Returns:
+        [K,M] of `dtype`, with `both` [M,K] of it, and `more`.
+
+    Raises:
+        Unsupported: type or shape of the first operand does not fit.
+    """
+    x, (m, k) = operands[0], operands[0].shape
+    if x.dtype != dtype and x.dtype.name not in _WIDE:
+        raise Unsupported(
+            f"transpose_rows: an operand of type {x.dtype.name}, the kernel takes"
+            f" {_WIDE}; use implementation='xla'"
+        )
+    if x.size == 0 or m % TILE or k % TILE:
+        raise Unsupported(
+            f"transpose_rows: an operand of shape {x.shape}, the kernel takes multiples"
+            f" of {TILE}; use implementation='xla'"
+        )
+
+    def whole(x_ref: Ref, *refs: Ref, **scratch: Ref) -> None:
+        given, (out_ref,), rows_refs, found = _split(
+            refs, len(operands) - 1, 1, both, len(more)
+        )
+        row, column = (lax.axis_index(name) * TILE for name in ("m", "k"))
+        here = pl.ds(row, TILE), pl.ds(column, TILE)
+        tile = _Tile(row, column, **scratch)
+        plgpu.copy_gmem_to_smem(x_ref.at[here], tile.x, tile.full)
+        body(tile, *given, *found)
+        plgpu.commit_smem()
+        for ref in rows_refs:
+            plgpu.copy_smem_to_gmem(scratch["rows"], ref.at[here])
+        plgpu.copy_smem_to_gmem(tile.out, out_ref.at[here[::-1]])
+        plgpu.wait_smem_to_gmem(0)
+
+    shape = TILE, TILE
+    as_it_is = [jax.ShapeDtypeStruct((m, k), dtype)] * both
     return plgpu.kernel(
-        body,
-        out_type=(jax.ShapeDtypeStruct((k, m), dtype), *more),
+        whole,
+        out_type=(jax.ShapeDtypeStruct((k, m), dtype), *as_it_is, *more),
         scratch_types={
-            "x": plgpu.SMEM(tile, operands[0].dtype),
-            "out": plgpu.SMEM(tile, dtype, transforms=smem_transforms(TILE, dtype)),
+            "x": plgpu.SMEM(shape, x.dtype),
+            "out": plgpu.SMEM(shape, dtype, transforms=smem_transforms(TILE, dtype)),
             "full": plgpu.Barrier(),
-            **scratch,
+            **({"rows": plgpu.SMEM(shape, dtype)} if both else {}),
         },
         grid=(m // TILE, k // TILE),
         grid_names=("m", "k"),
         kernel_name=body.__qualname__.partition(".")[0],
     )(*operands)
-
-
-def _start_tile(x_ref: Ref, scratch: Mapping[str, Ref]) -> tuple[Any, Any]:
-    """Starts to load the tile of this block; returns its first row and column."""
-    row, column = (lax.axis_index(name) * TILE for name in ("m", "k"))
-    tile = x_ref.at[pl.ds(row, TILE), pl.ds(column, TILE)]
-    plgpu.copy_gmem_to_smem(tile, scratch["x"], scratch["full"])
-    return row, column
-
-
-def _store_tile(smem: Ref, ref: Ref, row: Any, column: Any) -> None:
-    there = ref.at[pl.ds(row, TILE), pl.ds(column, TILE)]
-    plgpu.copy_smem_to_gmem(smem, there)
-
-
-def _part(tile: Ref, start: int) -> jax.Array:
-    return plgpu.load(tile.at[:, pl.ds(start, _PART)], layout=_ROWS, optimized=False)
 
 
 _ROWS = plgpu.Layout.TILED(
@@ -892,16 +777,3 @@ def _permute(low: ir.Value, high: ir.Value, order: int) -> ir.Value:
     """Four of the eight bytes of two words, the first by the lowest digit."""
     i32 = ir.IntegerType.get_signless(32)
     return llvm.inline_asm(i32, [low, high], f"prmt.b32 $0, $1, $2, {order};", "=r,r,r")
-
-
-def _check_tiles(x: jax.Array, *known: jnp.dtype) -> None:
-    if x.dtype not in known:
-        raise Unsupported(
-            f"transpose_rows: an operand of type {x.dtype.name}, the kernel takes"
-            f" {[one.name for one in known]}; use implementation='xla'"
-        )
-    if x.size == 0 or any(size % TILE for size in x.shape):
-        raise Unsupported(
-            f"transpose_rows: an operand of shape {x.shape}, the kernel takes multiples"
-            f" of {TILE}; use implementation='xla'"
-        )

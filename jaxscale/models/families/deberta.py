@@ -22,19 +22,25 @@ from jaxscale.models.hf.names import TensorMap, layer_norm, linear, table
 from jaxscale.nn.disentangled import RelativePositions
 
 
-def _deberta_v1(
-    *, d_model: int, vocab_size: int = 50_265, max_seq_len: int = 512, **sizes: Any
-) -> EncoderConfig:
+def _deberta(*, d_model: int, **settings: Any) -> EncoderConfig:
     return EncoderConfig(
-        family="deberta",
-        vocab_size=vocab_size,
         d_model=d_model,
         d_ff=4 * d_model,
-        max_seq_len=max_seq_len,
         token_types=0,
         position="none",
-        relative=RelativePositions(span=max_seq_len, share_projections=False),
         norm_eps=1e-7,
+        **settings,
+    )
+
+
+def _deberta_v1(
+    *, vocab_size: int = 50_265, max_seq_len: int = 512, **sizes: int
+) -> EncoderConfig:
+    return _deberta(
+        family="deberta",
+        vocab_size=vocab_size,
+        max_seq_len=max_seq_len,
+        relative=RelativePositions(span=max_seq_len, share_projections=False),
         key_bias=False,
         **sizes,
     )
@@ -62,33 +68,27 @@ def deberta_xlarge() -> EncoderConfig:
     return _deberta_v1(d_model=1024, num_layers=48, num_heads=16)
 
 
-def _deberta(
+def _deberta_v2(
     *,
-    d_model: int,
     vocab_size: int = 128_100,
     max_seq_len: int = 512,
     span: int = 256,
     max_distance: int = 512,
-    **sizes: Any,
+    **sizes: int,
 ) -> EncoderConfig:
-    return EncoderConfig(
+    return _deberta(
         family="deberta-v2",
         vocab_size=vocab_size,
-        d_model=d_model,
-        d_ff=4 * d_model,
         max_seq_len=max_seq_len,
-        token_types=0,
-        position="none",
         relative=RelativePositions(span=span, max_distance=max_distance),
         relative_norm=True,
-        norm_eps=1e-7,
         **sizes,
     )
 
 
 def deberta_v3_tiny() -> EncoderConfig:
     """A DeBERTa-v3 of 34 thousand parameters, for tests."""
-    return _deberta(
+    return _deberta_v2(
         d_model=32,
         num_layers=2,
         num_heads=4,
@@ -101,22 +101,22 @@ def deberta_v3_tiny() -> EncoderConfig:
 
 def deberta_v3_xsmall() -> EncoderConfig:
     """DeBERTa-v3-xsmall, 71 million parameters."""
-    return _deberta(d_model=384, num_layers=12, num_heads=6)
+    return _deberta_v2(d_model=384, num_layers=12, num_heads=6)
 
 
 def deberta_v3_small() -> EncoderConfig:
     """DeBERTa-v3-small, 141 million parameters."""
-    return _deberta(d_model=768, num_layers=6, num_heads=12)
+    return _deberta_v2(d_model=768, num_layers=6, num_heads=12)
 
 
 def deberta_v3_base() -> EncoderConfig:
     """DeBERTa-v3-base, 184 million parameters."""
-    return _deberta(d_model=768, num_layers=12, num_heads=12)
+    return _deberta_v2(d_model=768, num_layers=12, num_heads=12)
 
 
 def deberta_v3_large() -> EncoderConfig:
     """DeBERTa-v3-large, 434 million parameters."""
-    return _deberta(d_model=1024, num_layers=24, num_heads=16)
+    return _deberta_v2(d_model=1024, num_layers=24, num_heads=16)
 
 
 def mdeberta_v3_base() -> EncoderConfig:
@@ -139,7 +139,7 @@ def deberta_v2_tiny() -> EncoderConfig:
 
 def deberta_v2_xlarge() -> EncoderConfig:
     """DeBERTa-v2-xlarge, 885 million parameters."""
-    return _deberta(d_model=1536, num_layers=24, num_heads=24, convolution=3)
+    return _deberta_v2(d_model=1536, num_layers=24, num_heads=24, convolution=3)
 
 
 def deberta_v2_xxlarge() -> EncoderConfig:

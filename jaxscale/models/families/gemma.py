@@ -8,9 +8,13 @@ import dataclasses
 from typing import Any
 
 from jaxscale.models.config import DecoderConfig
-from jaxscale.models.families.llama import llama_keys, llama_tensors, write_llama_keys
+from jaxscale.models.families.llama import (
+    LLAMA,
+    llama_keys,
+    llama_tensors,
+    write_llama_keys,
+)
 from jaxscale.models.families.qwen import qk_norm_tensors
-from jaxscale.models.hf.family import Family
 from jaxscale.models.hf.keys import (
     FULL,
     SLIDING,
@@ -344,16 +348,13 @@ def _gemma3_tensors(config: DecoderConfig) -> list[TensorMap]:
     return [*_gemma2_tensors(config), *qk_norm_tensors()]
 
 
-GEMMA = Family(
+GEMMA = dataclasses.replace(
+    LLAMA,
     model_type="gemma",
     architecture="GemmaForCausalLM",
     presets=(gemma_tiny, gemma_2b, gemma_7b),
-    prefix="model.",
     read=_read,
     write=_write,
-    tensors=llama_tensors,
-    tied={"lm_head.weight": "model.embed_tokens.weight"},
-    buffers=(r"(^|\.)rotary_emb\.inv_freq$",),
 )
 """The files of the first Gemma."""
 

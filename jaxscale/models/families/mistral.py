@@ -9,12 +9,11 @@ from typing import Any
 
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.families.llama import (
+    LLAMA,
     llama_keys,
-    llama_tensors,
     llama_tiny,
     write_llama_keys,
 )
-from jaxscale.models.hf.family import Family
 from jaxscale.models.hf.keys import Keys
 
 
@@ -62,15 +61,12 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return write_llama_keys(config) | {"sliding_window": config.window}
 
 
-MISTRAL = Family(
+MISTRAL = dataclasses.replace(
+    LLAMA,
     model_type="mistral",
     architecture="MistralForCausalLM",
     presets=(mistral_tiny, mistral_7b, mistral_7b_v0_3),
-    prefix="model.",
     read=_read,
     write=_write,
-    tensors=llama_tensors,
-    tied={"lm_head.weight": "model.embed_tokens.weight"},
-    buffers=(r"(^|\.)rotary_emb\.inv_freq$",),
 )
 """Mistral's files."""

@@ -10,12 +10,12 @@ from typing import Any
 
 from jaxscale.models.config import DecoderConfig
 from jaxscale.models.families.llama import (
+    LLAMA,
     llama_keys,
     llama_tensors,
     llama_tiny,
     write_llama_keys,
 )
-from jaxscale.models.hf.family import Family
 from jaxscale.models.hf.keys import Keys, full_layers, layer_types
 from jaxscale.models.hf.names import TensorMap, scale
 
@@ -192,28 +192,23 @@ def qk_norm_tensors() -> list[TensorMap]:
     ]
 
 
-QWEN2 = Family(
+QWEN2 = dataclasses.replace(
+    LLAMA,
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     presets=(qwen2_tiny, qwen2_5_0_5b, qwen2_5_7b),
-    prefix="model.",
     read=_read_qwen2,
     write=_write_qwen2,
-    tensors=llama_tensors,
-    tied={"lm_head.weight": "model.embed_tokens.weight"},
-    buffers=(r"(^|\.)rotary_emb\.inv_freq$",),
 )
 """The files of Qwen2 and Qwen2.5."""
 
-QWEN3 = Family(
+QWEN3 = dataclasses.replace(
+    LLAMA,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     presets=(qwen3_tiny, qwen3_0_6b, qwen3_8b),
-    prefix="model.",
     read=_read_qwen3,
     write=_write_qwen3,
     tensors=_qwen3_tensors,
-    tied={"lm_head.weight": "model.embed_tokens.weight"},
-    buffers=(r"(^|\.)rotary_emb\.inv_freq$",),
 )
 """Qwen3's files."""
