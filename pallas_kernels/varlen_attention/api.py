@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
@@ -306,7 +307,9 @@ def _attention_bwd(
     exact = out.astype(jnp.float32)
     if rest is not None:
         exact += rest.astype(jnp.float32)
-    delta = jnp.sum(dout.astype(jnp.float32) * exact, axis=-1)
+    # Summed in one pass over memory. What follows goes into what XLA makes of it for
+    # the kernel, if anything, and does not take the products along.
+    delta = lax.optimization_barrier(jnp.sum(dout.astype(jnp.float32) * exact, axis=-1))
     delta = jnp.where(seen, delta - dlse, 0.0)
     sinks = x.sinks
     if sinks is not None:
