@@ -111,7 +111,8 @@ def varlen_attention(
         cu_seqlens_q: [B+1], prefix sums of the numbers of queries, from 0. To leave
             room for more sequences, repeat the last value. A sequence may be empty.
             None: each row is one sequence, of T queries and S keys.
-        cu_seqlens_k: [B+1], the same for the keys; None takes `cu_seqlens_q`.
+        cu_seqlens_k: [B+1], the same for the keys; None takes `cu_seqlens_q`, and so
+            does the same array.
         causal: hide keys to the right of the diagonal.
         window: (left, right), keys that are visible on each side of the diagonal
             besides the one on it; None is no limit.
@@ -188,6 +189,8 @@ def varlen_attention(
     _check_arrays(q, k, v)
     *rows, num_queries, num_heads, head_dim = q.shape
     num_keys = k.shape[-3]
+    if cu_seqlens_k is cu_seqlens_q and num_keys == num_queries:
+        cu_seqlens_k = None  # every query sees itself, and one table serves both
     cu_q, cu_k = _packing(
         cu_seqlens_q, cu_seqlens_k, tuple(rows), num_queries, num_keys
     )
