@@ -48,7 +48,7 @@ up to 191 of them are not there in the last step."""
 _LONG = 768
 """Average length from which one block per query head pays off."""
 
-_BLOCKS_OF_KEYS = (64, 96, 112, 128, 144, 160, 176, 192, 256)
+_BLOCKS_OF_KEYS = (64, 128, 192, 256)
 
 HEAD_DIMS = (64, 128, 256)
 """Head dims that the kernels are built for; others are padded to the next."""
@@ -81,8 +81,6 @@ class ForwardBlocks:
     ping_pong: bool = False
     """Ping-pong scheduling: one warpgroup computes exponentials while the other
     multiplies."""
-    hand_off: bool = False
-    """Consumers start their matmuls of a step one after another, in turns."""
     held: int = 0
     """Chunks of 64 columns of the queries that a warpgroup holds in registers, where
     the tensor cores read them without shared memory traffic."""
@@ -95,7 +93,7 @@ class ForwardBlocks:
         _check(self, consumers=(1, 2, 3, 4), block_k=_BLOCKS_OF_KEYS, held=range(5))
         _check(self, heads=(1, self.consumers))
         _check_least(self, stages=2)
-        if (self.ping_pong or self.hand_off) and self.consumers != 2:
+        if self.ping_pong and self.consumers != 2:
             raise ValueError(
                 f"ping_pong with consumers={self.consumers}, expected 2 of them"
             )
@@ -272,10 +270,9 @@ class Problem:
         return self.value_chunks, block_k, self.width
 
 
-def query_buffers(problem: Problem, blocks: ForwardBlocks) -> int:
+def query_buffers(problem: Problem) -> int:
     """Query tiles in shared memory: also the next one's, if it fits."""
-    many = blocks.block_k * blocks.stages * problem.dtype.itemsize > 640
-    return 2 if problem.head_dim <= 128 and not many else 1
+    return 2 if problem.head_dim <= 128 else 1
 
 
 def forward_smem(problem: Problem, blocks: ForwardBlocks) -> int:
@@ -284,7 +281,7 @@ def forward_smem(problem: Problem, blocks: ForwardBlocks) -> int:
     queries = smem_bytes((rows, problem.head_dim), problem.dtype)
     keys = smem_bytes((blocks.block_k, problem.head_dim), problem.dtype)
     values = smem_bytes((blocks.block_k, problem.value_size), problem.dtype)
-    buffers = 1 if blocks.consumers == 1 else query_buffers(problem, blocks)
+    buffers = 1 if blocks.consumers == 1 else query_buffers(problem)
     return buffers * queries + blocks.stages * (keys + values) + 2048
 
 

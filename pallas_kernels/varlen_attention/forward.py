@@ -236,7 +236,7 @@ def forward_from(
     """Runs the kernel on the sequences' keys and values in `held`, not those of `x`."""
     table = constant(tile_table(problem, scores, blocks, seqs), x.q)
     consumers, stages = blocks.consumers, blocks.stages
-    chunks, width, ahead = problem.chunks, problem.width, query_buffers(problem, blocks)
+    chunks, width, ahead = problem.chunks, problem.width, query_buffers(problem)
     value_chunks, *value_tile = problem.value_tiles(blocks.block_k)
     keys, values = (
         chunked((stages,), rows, n, problem.dtype, columns)
@@ -276,7 +276,6 @@ def forward_from(
             "v_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             "tile_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
             "turn": plgpu.Barrier(num_arrivals=consumers),
-            "hand_off": plgpu.Barrier(num_arrivals=1, num_barriers=2),
             **bias_scratch,
         },
         **launch(
@@ -397,7 +396,7 @@ def _body(
                 functools.partial(load_queries, tile, number),
                 functools.partial(load_steps, tile, steps, 0, begun),
             ]
-            if query_buffers(problem, blocks) == 1:
+            if query_buffers(problem) == 1:
                 # Queries wait for the last step of the tile before, keys do not.
                 loads.reverse()
             for load in loads:
@@ -442,7 +441,7 @@ def _body(
                     kv_head = lax.div(head, jnp.int32(problem.groups))
                     where = row, tile["sequence"], kv_head
                     descales = of_products[0][where], of_products[1][where]
-                buffer = _query_buffer(problem, blocks, number)
+                buffer = _query_buffer(problem, number)
                 mainloop = ForwardMainloop(
                     problem, scores, blocks, tile, warpgroup,
                     sink, slope, scratch, buffer, steps, descales,
@@ -476,7 +475,7 @@ def _hand_over(
             plgpu.barrier_arrive(scratch[name].at[stage])
     for place in range(2):
         plgpu.barrier_arrive(scratch["tile_empty"].at[place])
-    for i in range(query_buffers(problem, blocks)):
+    for i in range(query_buffers(problem)):
         plgpu.barrier_arrive(scratch["q_empty"].at[i * blocks.consumers + warpgroup])
 
 
@@ -498,15 +497,15 @@ def _drain(
     for i in range(2):
         place = lax.rem(number + 1 + i, jnp.int32(2))
         plgpu.barrier_wait(scratch["tile_empty"].at[place])
-    for i in range(query_buffers(problem, blocks)):
-        buffer = _query_buffer(problem, blocks, number + i)
+    for i in range(query_buffers(problem)):
+        buffer = _query_buffer(problem, number + i)
         for w in range(blocks.consumers):
             plgpu.barrier_wait(scratch["q_empty"].at[buffer * blocks.consumers + w])
 
 
-def _query_buffer(problem: Problem, blocks: ForwardBlocks, number: Scalar) -> Any:
+def _query_buffer(problem: Problem, number: Scalar) -> Any:
     """The buffer for the queries of a block's nth tile."""
-    return lax.rem(number, jnp.int32(query_buffers(problem, blocks)))
+    return lax.rem(number, jnp.int32(query_buffers(problem)))
 
 
 def _load_queries(
@@ -518,7 +517,7 @@ def _load_queries(
     number: Scalar,
 ) -> None:
     """The producer: queries of a block's nth tile."""
-    buffer, smem = _query_buffer(problem, blocks, number), scratch["q_smem"][1]
+    buffer, smem = _query_buffer(problem, number), scratch["q_smem"][1]
     for w in range(blocks.consumers):
         start = tile["q0"] + blocks.first_token(w)
         head = blocks.head(tile["head"], w)

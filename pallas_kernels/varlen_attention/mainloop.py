@@ -146,16 +146,6 @@ class ForwardMainloop:
             plgpu.barrier_arrive(self.scratch["turn"])
             plgpu.barrier_wait(self.scratch["turn"])
 
-    def await_turn(self) -> None:
-        """Waits until the other consumer has started its matmuls."""
-        if self.blocks.hand_off:
-            plgpu.barrier_wait(self.scratch["hand_off"].at[self.warpgroup])
-
-    def pass_turn(self) -> None:
-        """Lets the other consumer start its own."""
-        if self.blocks.hand_off:
-            plgpu.barrier_arrive(self.scratch["hand_off"].at[1 - self.warpgroup])
-
     def multiply_keys(self, acc: Ref, stage: Scalar) -> None:
         """Starts ``q @ k.T``, one wgmma group a chunk."""
         for chunk in range(self.problem.chunks):
@@ -326,8 +316,6 @@ class ForwardMainloop:
         relative = tile_terms(self.scores, self.blocks) is not None
 
         def step(i: Scalar, _: None) -> None:
-            self.await_turn()
-            self.pass_turn()
             for name in ("k", "v"):
                 self.wait(name, i)
                 self.release(name, i)
@@ -338,9 +326,7 @@ class ForwardMainloop:
 
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 1)(self.take_turns)
-        pl.when(self.warpgroup == 1)(self.pass_turn)
         lax.fori_loop(0, self.tile["steps"], step, None)
-        pl.when(self.warpgroup == 0)(self.await_turn)
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 0)(self.take_turns)
 
@@ -394,10 +380,8 @@ class ForwardMainloop:
             self.take_turns()
 
             def products(scores: Any) -> Any:
-                self.await_turn()
                 self.multiply_keys(scores, keys)
                 self.multiply_values(acc, p, self.stage(i - 1))
-                self.pass_turn()
                 return plgpu.wgmma_accumulator_load(scores, wait_n=self.values_behind)
 
             s = pl.run_scoped(
@@ -425,9 +409,7 @@ class ForwardMainloop:
             self.take_turns()
 
             def products(scores: Any) -> Any:
-                self.await_turn()
                 self.multiply_keys(scores, keys)
-                self.pass_turn()
                 return scores[...]
 
             s = pl.run_scoped(
@@ -448,7 +430,6 @@ class ForwardMainloop:
 
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 1)(self.take_turns)
-        pl.when(self.warpgroup == 1)(self.pass_turn)
         dtype = self.problem.dtype
         p = plgpu.layout_cast(jnp.zeros(self.shape, dtype), operand_layout(dtype))
         # Loops of at most one trip, because tiles without keys exist.
@@ -461,7 +442,6 @@ class ForwardMainloop:
         state, p = self.sections(step, carry, 1)
         self.release_queries()
         lax.fori_loop(0, once, last_values, p)
-        pl.when(self.warpgroup == 0)(self.await_turn)
         if self.blocks.ping_pong:
             pl.when(self.warpgroup == 0)(self.take_turns)
         return acc[...], state

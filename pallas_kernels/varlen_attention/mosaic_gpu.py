@@ -130,7 +130,7 @@ class _Kernels:
 
     def forward_dims(self, x: Inputs) -> tuple[int, int]:
         """Head dims of queries and keys and of values in the forward kernel."""
-        if self.is_latent(x):
+        if self.is_latent(x) and self.config.forward is None:
             return LATENT_DIMS
         # With slopes, heads of 96 would take more registers than there are.
         own = not (x.fp8 or self.scores.alibi or self.scores.relative)

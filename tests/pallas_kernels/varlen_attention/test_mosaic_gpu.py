@@ -378,7 +378,6 @@ def test_gradients_of_saturated_weights_are_as_good_as_in_plain_jax(config):
         (ForwardBlocks(block_k=64), 256),
         (ForwardBlocks(consumers=1, block_k=64, overlap=False, held=1), 64),
         (ForwardBlocks(block_k=64, held=1), 128),
-        (ForwardBlocks(block_k=64, held=1, hand_off=True), 128),
         (ForwardBlocks(block_k=64, held=3), 256),
         (ForwardBlocks(block_k=64, heads=2), 64),
         (ForwardBlocks(consumers=4, block_k=64, heads=4), 64),
