@@ -54,6 +54,14 @@ def test_kernels_spill_nothing(op, name, request):
     registers.check(op, name)
 
 
+def test_sums_of_attention_gradients_are_cut_into_tiles_at_once():
+    name = "dense_d128_l4096_causal"
+    found = compile_for_h200(registers.kernels, "varlen_attention", name)
+    fusions = {x.operation for x in found.written(2**20) if "fusion" in x.operation}
+    # Sums, and tiles of them: no array of where queries see anything between the two.
+    assert fusions == {"fusion reduce select", "fusion concatenate"}
+
+
 def test_spills_are_read():
     said = """ptxas info : Function properties for one_mosaic_gpu_kernel
     8 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
@@ -110,7 +111,8 @@ def varlen_attention(
         cu_seqlens_q: [B+1], prefix sums of the numbers of queries, from 0. To leave
             room for more sequences, repeat the last value. A sequence may be empty.
             None: each row is one sequence, of T queries and S keys.
-        cu_seqlens_k: [B+1], the same for the keys; None takes `cu_seqlens_q`.
+        cu_seqlens_k: [B+1], the same for the keys; None takes `cu_seqlens_q`, and so
+            does the same array.
         causal: hide keys to the right of the diagonal.
         window: (left, right), keys that are visible on each side of the diagonal
             besides the one on it; None is no limit.
@@ -187,6 +189,8 @@ def varlen_attention(
     _check_arrays(q, k, v)
     *rows, num_queries, num_heads, head_dim = q.shape
     num_keys = k.shape[-3]
+    if cu_seqlens_k is cu_seqlens_q and num_keys == num_queries:
+        cu_seqlens_k = None  # every query sees itself, and one table serves both
     cu_q, cu_k = _packing(
         cu_seqlens_q, cu_seqlens_k, tuple(rows), num_queries, num_keys
     )
@@ -306,7 +310,9 @@ def _attention_bwd(
     exact = out.astype(jnp.float32)
     if rest is not None:
         exact += rest.astype(jnp.float32)
-    delta = jnp.sum(dout.astype(jnp.float32) * exact, axis=-1)
+    # Summed in one pass over memory. What follows goes into what XLA makes of it for
+    # the kernel, if anything, and does not take the products along.
+    delta = lax.optimization_barrier(jnp.sum(dout.astype(jnp.float32) * exact, axis=-1))
     delta = jnp.where(seen, delta - dlse, 0.0)
     sinks = x.sinks
     if sinks is not None:

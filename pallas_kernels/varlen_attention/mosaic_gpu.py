@@ -14,7 +14,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 from pallas_kernels.dispatch import Unsupported
@@ -208,8 +207,6 @@ class _Kernels:
         if blocks.consumers == 1:
             run = backward_short if self.scores.relative is None else backward_relative
             return run(problem, self.scores, blocks, x, dout, lse, delta)
-        # Summed in one pass, and not where it is cut into tiles.
-        delta = lax.optimization_barrier(delta)
         lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)
         grads = backward(problem, self.scores, blocks, x, dout, lse, delta)
         return tuple(grad for grad in grads if grad is not None)

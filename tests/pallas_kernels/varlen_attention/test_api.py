@@ -114,6 +114,24 @@ def test_rows_without_bounds_are_one_sequence(num_keys):
     np.testing.assert_allclose(attend(q[:2], k[:2], v[:2]), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("num_keys", [TOKENS, TOKENS // 2])
+def test_one_array_of_bounds_for_both_is_self_attention(num_keys):
+    q, k, v = (x[0] for x in batch())
+
+    def program(*more):
+        def run(q, k, v, cu):
+            return varlen_attention(q, k, v, cu, *(cu for _ in more), config=CONFIG)
+
+        return str(jax.make_jaxpr(run)(q, k[:num_keys], v[:num_keys], CU_SEQLENS[3]))
+
+    if num_keys == TOKENS:
+        assert program("keys") == program()
+    else:  # buffers of two sizes have no one packing unless it is said
+        with pytest.raises(ValueError, match="cu_seqlens_k is None"):
+            program()
+        assert program("keys")
+
+
 def test_vmap_over_one_argument():
     q, k, v = batch()
     attend = jax.jit(
