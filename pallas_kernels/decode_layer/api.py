@@ -267,7 +267,7 @@ def _problem(
     for name, size in weights.items():
         part: Any = projection if name == "qkv" else layer
         scale = getattr(part, f"{name}_scale")
-        if (scale is None) is narrow or narrow and scale.dtype != jnp.float32:
+        if (scale is None) is narrow or (narrow and scale.dtype != jnp.float32):
             raise ValueError(
                 f"{name}_scale is {scale if scale is None else scale.dtype} for weights"
                 f" of {layer.out.dtype}; weights of 8 bits have scales in float32, one"
@@ -295,7 +295,7 @@ def _problem(
         kv_heads=kv_heads,
         head_dim=head_dim,
         bias=projection is not None and projection.bias is not None,
-        weight_dtype=jnp.dtype(layer.out.dtype),
+        weights=layer.out.dtype.name,
     )
 
 

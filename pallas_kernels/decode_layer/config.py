@@ -80,8 +80,13 @@ class Problem:
     head_dim: int = 0
     bias: bool = False
     """Whether queries, keys and values have a bias."""
-    weight_dtype: Any = jnp.dtype(jnp.bfloat16)
-    """Of weights: bfloat16, or int8 or float8_e4m3fn with scales."""
+    weights: str = "bfloat16"
+    """Type of the weights: that, or int8 or float8_e4m3fn with scales."""
+
+    @property
+    def weight_dtype(self) -> jnp.dtype:
+        """Type of the weights."""
+        return jnp.dtype(self.weights)
 
     @property
     def narrow(self) -> bool:

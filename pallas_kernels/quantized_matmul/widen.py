@@ -82,7 +82,7 @@ def _int8_pairs(values: jax.Array) -> jax.Array:
         return _each_pair(
             values,
             # The numbers under the high bytes of bfloat16.
-            f"mov.b32 v, {{$1, 0}}; prmt.b32 v, v, {HIGH}, 0x7170;"
+            f"prmt.b32 v, v, {HIGH}, 0x7170;"
             " and.b32 n, v, 0xff7fff7f; and.b32 v, v, 0xff80ff80;"
             " sub.bf16x2 $0, n, v;",
         )
@@ -98,7 +98,7 @@ def _e4m3_pairs(values: jax.Array) -> jax.Array:
         del ctx
         return _each_pair(
             values,
-            "mov.b32 v, {$1, 0}; prmt.b32 v, v, 0, 0x1404;"
+            "prmt.b32 v, v, 0, 0x1404;"
             " and.b32 n, v, 0x7f007f00; shr.u32 n, n, 4;"
             " lop3.b32 n, v, 0x80008000, n, 0xea;"
             f" mov.b32 v, {REBIAS}; mul.bf16x2 $0, n, v;",
@@ -123,13 +123,11 @@ def _each_pair(values: Any, code: str) -> Any:
         bits = llvm.inline_asm(
             i32,
             [mgpu.utils.bitcast(register, i16)],
-            f"{{ .reg .b16 z; .reg .b32 v, n; mov.b16 z, 0; {code} }}".replace(", 0}", ", z}"),
+            f"{{ .reg .b32 v, n; cvt.u32.u16 v, $1; {code} }}",
             "=r,h",
         )
         wide[at] = mgpu.utils.bitcast(bits, pair)
-    return mgpu.FragmentedArray(
-        _registers=wide, _layout=values.layout, _is_signed=None
-    )
+    return mgpu.FragmentedArray(_registers=wide, _layout=values.layout, _is_signed=None)
 
 
 def _int8(values: jax.Array) -> jax.Array:

@@ -74,13 +74,13 @@ def operands(problem, seed=0):
     if p.bias:
         found["bias"] = array(columns)
     if p.narrow:
-        found |= quantized(found, p.weight_dtype)
+        found |= quantized(found, p.weights)
     return found
 
 
-def quantized(given, dtype):
+def quantized(given, weights):
     """Weights of 8 bits of an operand's features, with their scales."""
-    kind = {"int8": "int8", "float8_e4m3fn": "fp8"}[dtype.name]
+    kind = {"int8": "int8", "float8_e4m3fn": "fp8"}[weights]
     found = {}
     for name in ("out", "gate_up", "down", "qkv", "next_out"):
         if name in given:
@@ -124,7 +124,7 @@ def interpreted(problem, given, num_sms=1, **config):
 
 
 FEW = {"weight_slots": 2, "activation_slots": 2}
-INT8, FP8 = ({"weight_dtype": jnp.dtype(t)} for t in ("int8", jnp.float8_e4m3fn))
+INT8, FP8 = {"weights": "int8"}, {"weights": "float8_e4m3fn"}
 SLOTS = {"weight_slots": 3, "requested": 2}
 """Not all slots are asked for at a time."""
 
@@ -203,7 +203,7 @@ def test_errors_say_what_to_do():
             decode_layer(
                 jnp.tile(attended, (4, 1)), jnp.tile(residual, (1, 2)), layer, **kernel
             )
-        with pytest.raises(Unsupported, match=r"weights of .*'float32'.* takes bfloat16"):
+        with pytest.raises(Unsupported, match=r"of .*'float32'.* takes bfloat16"):
             wide = dataclasses.replace(layer, down=layer.down.astype(jnp.float32))
             decode_layer(attended, residual, wide, **kernel)
         with pytest.raises(Unsupported, match="multiples of 128"):
