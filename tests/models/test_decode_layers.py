@@ -120,6 +120,26 @@ def test_few_rows_take_the_kernel_by_themselves():
         assert (("decode_layer", "mosaic_gpu") in choices) is takes
 
 
+@pytest.mark.parametrize(
+    ("weights", "rows", "name", "takes"),
+    [
+        ("int8", 8, "auto", True),
+        ("int8", 16, "auto", False),
+        ("int8", 16, "mosaic_gpu", True),
+        ("fp8", 1, "auto", False),
+        ("fp8", 1, "mosaic_gpu", True),
+    ],
+)
+def test_weights_of_8_bits_take_the_kernel_where_it_was_faster(
+    weights, rows, name, takes
+):
+    model = quantize(make(jnp.bfloat16, **WIDE), weights)
+    model.decode_layer = name
+    with use_device(H200), recorded() as choices:
+        jax.eval_shape(model.run_blocks, *step(model, rows))
+    assert (("decode_layer", "mosaic_gpu") in choices) is takes
+
+
 def test_more_rows_or_tokens_run_as_blocks():
     model = make(jnp.bfloat16, **WIDE)
     with use_device(H200):
@@ -138,7 +158,7 @@ def test_the_kernel_decodes_as_the_blocks(weights):
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, model.config.vocab_size)
     model.decode_layer = None
     want, _ = decode(model, tokens, 4, 1, 1, 1, 1)
-    model.decode_layer = "auto"
+    model.decode_layer = "mosaic_gpu"
     with recorded() as choices:
         found, _ = decode(model, tokens, 4, 1, 1, 1, 1)
     assert ("decode_layer", "mosaic_gpu") in choices
