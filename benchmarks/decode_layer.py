@@ -18,7 +18,9 @@ from benchmarks.measure import command
 from benchmarks.measure.harness import Benchmark, Case, Jax
 from jaxscale.models import Decoder
 from jaxscale.models.families.llama import llama_tiny
+from jaxscale.models.quantization import replace_linear
 from jaxscale.nn.linear import project_together
+from jaxscale.nn.quantized_linear import QuantizedLinear, quantize_kernel
 from pallas_kernels.decode_layer import (
     LayerWeights,
     NextProjection,
@@ -34,6 +36,8 @@ from pallas_kernels.decode_layer.specs import SPECS, DecodeLayerSpec
 QUICK = DecodeLayerSpec(name="tiny", m=3, d_model=256, d_ff=256, heads=2, kv_heads=1)
 BY_NAME = {spec.name: spec for spec in (*SPECS, QUICK)}
 EPS, LAYERS = 1e-5, 8
+QUANTIZED = {"int8": "int8", "float8_e4m3fn": "fp8"}
+"""How weights are rounded, by their type."""
 
 
 def case(spec):
@@ -50,21 +54,25 @@ def inputs(params, key):
     def normal(*shape, size=1.0):
         return (jax.random.normal(next(keys), shape) * size).astype(jnp.bfloat16)
 
-    def weight(k, n):
-        return normal(k, n, size=k**-0.5)
+    def weight(name, k, n):
+        made = normal(k, n, size=k**-0.5)
+        if s.weights not in QUANTIZED:
+            return {name: made}
+        numbers, scale = quantize_kernel(made, QUANTIZED[s.weights])
+        return {name: numbers, f"{name}_scale": scale}
 
     layer = LayerWeights(
-        out=weight(features, s.d_model),
+        **weight("out", features, s.d_model),
         mlp_norm=1 + normal(s.d_model, size=0.2),
-        gate_up=weight(s.d_model, 2 * s.d_ff),
-        down=weight(s.d_ff, s.d_model),
+        **weight("gate_up", s.d_model, 2 * s.d_ff),
+        **weight("down", s.d_ff, s.d_model),
     )
     pairs = s.head_dim // 2
     angles = jax.random.uniform(next(keys), (s.m, pairs), maxval=1000.0)
     cos, sin = rotation(angles)
     projection = NextProjection(
         norm=1 + normal(s.d_model, size=0.2),
-        qkv=weight(s.d_model, columns),
+        **weight("qkv", s.d_model, columns),
         bias=normal(columns) if s.bias else None,
         cos=cos,
         sin=sin,
@@ -119,7 +127,13 @@ def blocks(params):
 
     def make():
         bf16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-        return Decoder(config, rngs=nnx.Rngs(0), **bf16).for_inference()
+        model = Decoder(config, rngs=nnx.Rngs(0), **bf16).for_inference()
+        if s.weights in QUANTIZED:
+            kind = QUANTIZED[s.weights]
+            replace_linear(
+                model.blocks[0], lambda layer, _: QuantizedLinear.of(layer, kind)
+            )
+        return model
 
     structure, shapes = nnx.split(jax.eval_shape(make).blocks[0])
 
@@ -128,12 +142,18 @@ def blocks(params):
         attention, mlp = block.attention, block.mlp
         block.mlp_norm.scale = nnx.Param(layer.mlp_norm)
         block.attention_norm.scale = nnx.Param(projection.norm)
-        attention.out.kernel = nnx.Param(layer.out)
-        attention.joined.kernel = nnx.Param(projection.qkv)
+        layers = {
+            "out": (attention.out, layer),
+            "gate_up": (mlp.joined, layer),
+            "down": (mlp.down, layer),
+            "qkv": (attention.joined, projection),
+        }
+        for name, (module, given) in layers.items():
+            module.kernel = nnx.Param(getattr(given, name))
+            if s.weights in QUANTIZED:
+                module.scale = nnx.Param(getattr(given, f"{name}_scale"))
         if s.bias:
             attention.joined.bias = nnx.Param(projection.bias)
-        mlp.joined.kernel = nnx.Param(layer.gate_up)
-        mlp.down.kernel = nnx.Param(layer.down)
         x = x + attention.out(attended)  # [M,1,D]
         x = x + mlp(block.mlp_norm(x))
         projected = project_together(attention.inputs, x, norm=block.attention_norm)
@@ -183,7 +203,8 @@ def read_bytes(params):
     """Bytes of the weights of a layer."""
     s = BY_NAME[params["spec"]]
     features, columns = s.heads * s.head_dim, (s.heads + 2 * s.kv_heads) * s.head_dim
-    return 2 * s.d_model * (features + 3 * s.d_ff + columns)
+    size = jnp.dtype(s.weights).itemsize
+    return size * s.d_model * (features + 3 * s.d_ff + columns)
 
 
 BENCHMARK = Benchmark(

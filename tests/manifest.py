@@ -44,6 +44,7 @@ from pallas_kernels.collective_matmul.specs import SPECS as COLLECTIVE
 from pallas_kernels.collective_matmul.tunable import problems as collective_problems
 from pallas_kernels.decode_layer import LayerWeights, NextProjection, decode_layer
 from pallas_kernels.decode_layer.specs import SPECS as DECODE_LAYER
+from pallas_kernels.decode_layer.specs import DecodeLayerSpec
 from pallas_kernels.fp8_operands import (
     quantize_and_transpose,
     quantize_gated,
@@ -290,16 +291,25 @@ def decode_layer_cases() -> Iterator[Case]:
     run = functools.partial(decode_layer, eps=1e-5, implementation="mosaic_gpu")
     for s in DECODE_LAYER:
         rows, columns = max(s.m, 8), (s.heads + 2 * s.kv_heads) * s.head_dim
+
+        def weight(
+            name: str, *shape: int, s: DecodeLayerSpec = s
+        ) -> dict[str, jax.ShapeDtypeStruct]:
+            if s.weights == "bfloat16":
+                return {name: array(*shape)}
+            found = array(*shape[::-1], dtype=jnp.dtype(s.weights))
+            return {name: found, f"{name}_scale": array(shape[1], dtype=FP32)}
+
         layer = LayerWeights(
-            out=array(s.heads * s.head_dim, s.d_model),
+            **weight("out", s.heads * s.head_dim, s.d_model),
             mlp_norm=array(s.d_model),
-            gate_up=array(s.d_model, 2 * s.d_ff),
-            down=array(s.d_ff, s.d_model),
+            **weight("gate_up", s.d_model, 2 * s.d_ff),
+            **weight("down", s.d_ff, s.d_model),
         )
         table = array(s.head_dim // 2, rows, dtype=FP32)
         projection = NextProjection(
             norm=array(s.d_model),
-            qkv=array(s.d_model, columns),
+            **weight("qkv", s.d_model, columns),
             bias=array(columns) if s.bias else None,
             cos=table,
             sin=table,

@@ -2,8 +2,8 @@
 
 Layers as of LLaMA take `pallas_kernels.decode_layer` in place of ten launches: what
 follows the attention of a layer and what precedes that of the next are one kernel. It
-is for one GPU, dense weights in bfloat16 and up to 64 rows of one token; all else runs
-block by block (`jaxscale.models.stack`).
+is for one GPU, dense weights in bfloat16 or all in the same 8 bits, and up to 64 rows
+of one token; all else runs block by block (`jaxscale.models.stack`).
 
 Legend: B rows, T tokens of a row, D model.
 """
@@ -21,6 +21,7 @@ from jaxscale.nn.cache import PagedRows
 from jaxscale.nn.joined import JoinedLinear
 from jaxscale.nn.linear import RowParallelLinear, project_together
 from jaxscale.nn.norms import RMSNorm
+from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import Attention
 from pallas_kernels.decode_layer import (
     LayerWeights,
@@ -39,15 +40,24 @@ MOST_ROWS = 32
 """Rows up to which the kernel decodes by itself: a token of LLaMA 3 8B took less time
 with it on an H200 with 1 and with 32 rows. Tokens of more have not been timed."""
 
+MOST_INT8_ROWS = 8
+"""Likewise with weights of int8: a token of 1 row has been timed, and the kernel takes
+as long for 8. Tokens with weights of fp8 have not been timed."""
 
-def faster(rows: int) -> str | None:
+
+def faster(blocks: Any, rows: int) -> str | None:
     """The implementation that decodes so many rows in less time than blocks do.
 
-    Example:
-        >>> faster(32), faster(64)
-        ('mosaic_gpu', None)
+    Args:
+        blocks: The blocks of a decoder.
+        rows: How many rows there are.
     """
-    return "mosaic_gpu" if rows <= MOST_ROWS else None
+    if isinstance(blocks, Block):
+        return None
+    most, out = MOST_ROWS, blocks[0].attention.out
+    if isinstance(out, QuantizedLinear):
+        most = MOST_INT8_ROWS if out.kernel.dtype == jnp.int8 else 0
+    return "mosaic_gpu" if rows <= most else None
 
 
 def runs(
@@ -70,10 +80,14 @@ def runs(
         return False
     if state.workspace is not None or not _are_plain(blocks, variants):
         return False
+    out = blocks[0].attention.out
+    if isinstance(out, QuantizedLinear) and out.rounds(len(x)):
+        return False  # it rounds activations, too
     if implementation != "mosaic_gpu":
         return True
     after = _projection(blocks[-1], variants[-1], state, {})
-    attended = jnp.zeros((len(x), blocks[0].attention.out.kernel.shape[0]), x.dtype)
+    features = variants[0].num_heads * variants[0].head_dim
+    attended = jnp.zeros((len(x), features), x.dtype)
     residual = as_residual(x[:, 0])
     reason = declines(attended, residual, _weights(blocks[0]), after)
     if reason is not None:
@@ -126,7 +140,7 @@ def run(
 
 def _are_plain(blocks: Sequence[Any], variants: Sequence[AttentionConfig]) -> bool:
     """Whether blocks are serial, with RMS norms of one epsilon before attention and a
-    SwiGLU network, dense, and heads are rotated as a whole.
+    SwiGLU network, dense or all in the same 8 bits, and heads are rotated as a whole.
     """
     norms = [n for b in blocks for n in (b.attention_norm, b.mlp_norm)]
     plain_norms = all(type(n) is RMSNorm and not n.plus_one for n in norms)
@@ -134,6 +148,7 @@ def _are_plain(blocks: Sequence[Any], variants: Sequence[AttentionConfig]) -> bo
         plain_norms
         and len({norm.eps for norm in norms}) == 1
         and all(map(_is_plain, blocks))
+        and len({kind for block in blocks for kind in _kinds(block)}) == 1
         and all(map(_rotates_heads, variants))
     )
 
@@ -149,16 +164,39 @@ def _is_plain(block: Any) -> bool:
         mlp.down.bias,
     )
     joined, rows = (attention.joined, mlp.joined), (attention.out, mlp.down)
+    layers = *joined, *rows
     return (
         not (block.parallel or block.post_norm)
         and type(attention) is Attention
+        and attention.query is None  # it may be pruned
         and mlp.activation == "swiglu"
-        and all(type(layer) is JoinedLinear and layer.shards == 1 for layer in joined)
-        and all(type(layer) is RowParallelLinear for layer in rows)
-        and all(layer.low_rank is None for layer in (*joined, *rows))
-        and all(layer.dtype == layer.kernel.dtype for layer in (*joined, *rows))
+        and (
+            all(map(_is_whole, layers))
+            or (
+                all(type(layer) is JoinedLinear for layer in joined)
+                and all(type(layer) is RowParallelLinear for layer in rows)
+                and all(layer.dtype == layer.kernel.dtype for layer in layers)
+            )
+        )
+        and all(layer.shards == 1 for layer in joined)
+        and all(layer.low_rank is None for layer in layers)
         and all(part is None for part in (*more, mlp.joined.bias))
     )
+
+
+def _is_whole(layer: Any) -> bool:
+    """Whether weights have 8 bits and no features that only fill up."""
+    return (
+        type(layer) is QuantizedLinear
+        and layer.dtype == layer.out_dtype
+        and layer.features == layer.kernel.shape[0]
+    )
+
+
+def _kinds(block: Any) -> list[Any]:
+    attention, mlp = block.attention, block.mlp
+    layers = attention.joined, attention.out, mlp.joined, mlp.down
+    return [(type(layer) is QuantizedLinear, layer.kernel.dtype) for layer in layers]
 
 
 def _rotates_heads(config: AttentionConfig) -> bool:
@@ -172,11 +210,19 @@ def _rotates_heads(config: AttentionConfig) -> bool:
 
 def _weights(block: Any) -> LayerWeights:
     return LayerWeights(
-        out=block.attention.out.kernel[...],
         mlp_norm=block.mlp_norm.scale[...],
-        gate_up=block.mlp.joined.kernel[...],
-        down=block.mlp.down.kernel[...],
+        **_kernel("out", block.attention.out),
+        **_kernel("gate_up", block.mlp.joined),
+        **_kernel("down", block.mlp.down),
     )
+
+
+def _kernel(name: str, layer: Any) -> dict[str, Array]:
+    """A weight, and its scales if it has 8 bits."""
+    found = {name: layer.kernel[...]}
+    if isinstance(layer, QuantizedLinear):
+        found[f"{name}_scale"] = layer.scale[...]
+    return found
 
 
 def _projection(
@@ -193,7 +239,7 @@ def _projection(
     cos, sin = tables[key]
     return NextProjection(
         norm=block.attention_norm.scale[...],
-        qkv=joined.kernel[...],
+        **_kernel("qkv", joined),
         bias=None if joined.bias is None else joined.bias[...],
         cos=cos,
         sin=sin,

@@ -23,6 +23,7 @@ from pallas_kernels.decode_layer.config import (
 from pallas_kernels.dispatch import Unsupported, dispatch, no_config, no_derivative
 from pallas_kernels.mosaic import DeviceSpec, check_hopper
 from pallas_kernels.partition import check_local
+from pallas_kernels.quantized_matmul.api import WEIGHT_DTYPES
 from pallas_kernels.tuned_configs import check_config
 
 
@@ -32,7 +33,11 @@ from pallas_kernels.tuned_configs import check_config
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """Weights of a layer after its attention; all but the norm in one type."""
+    """Weights of a layer after its attention; all but the norm in one type.
+
+    Weights of int8 or float8_e4m3fn are turned, [features,inputs], as those of
+    `pallas_kernels.quantized_matmul`, and all have scales of their features, in fp32.
+    """
 
     out: Shaped[Array, "NH D"]
     """Projection of the attention's output."""
@@ -41,18 +46,22 @@ class LayerWeights:
     gate_up: Shaped[Array, "D F2"]
     """Gate projection, and behind it up projection."""
     down: Shaped[Array, "F D"]
+    out_scale: Float[Array, "D"] | None = None
+    gate_up_scale: Float[Array, "F2"] | None = None
+    down_scale: Float[Array, "D"] | None = None
 
 
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextProjection:
-    """Queries, keys and values of the layer that follows."""
+    """Queries, keys and values of the layer that follows, as `LayerWeights`."""
 
     norm: Shaped[Array, "D"]
     """Scale of the RMS norm before the attention."""
     qkv: Shaped[Array, "D C"]
     """Projections of queries, keys and values, one behind the other."""
+    qkv_scale: Float[Array, "C"] | None = None
     bias: Shaped[Array, "C"] | None = None
     cos: Float[Array, "pairs R"]
     """Cosines of the rotary embedding, see `rotation`."""
@@ -130,10 +139,10 @@ def decode_layer(
         layer: weights of the layer.
         projection: what the next layer's attention needs; None after the last layer.
         eps: added to the mean squares of both norms.
-        implementation: "mosaic_gpu" (Hopper; bfloat16, up to 64 requests; head dim,
-            hidden features and those of attention multiples of 128, model features and
-            columns of q, k and v of 256; one device), "xla", a sequence of these, or
-            None for the first that can.
+        implementation: "mosaic_gpu" (Hopper; bfloat16, weights of that or of 8 bits, up
+            to 64 requests; head dim, hidden features and those of attention multiples
+            of 128, model features and columns of q, k and v of 256; one device), "xla",
+            a sequence of these, or None for the first that can.
         config: how the kernel cuts a layer; None is the default. XLA takes none.
 
     Returns:
@@ -202,6 +211,10 @@ def _operands(
     return operands
 
 
+_WEIGHTS = ("bfloat16", *WEIGHT_DTYPES)
+"""Types of weights of the kernel."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
     problem: Problem
@@ -222,13 +235,15 @@ def _problem(
         ValueError: shapes or types disagree.
     """
     m, features = attended.shape
-    d, f = layer.out.shape[1], layer.down.shape[0]
+    narrow = layer.out.dtype.itemsize == 1
+    turn = -1 if narrow else 1
+    (_, d), (f, _) = layer.out.shape[::turn], layer.down.shape[::turn]
     want: dict[str, tuple[Any, Any]] = {
         "residual": (residual, (d, padded_rows(m))),
-        "out": (layer.out, (features, d)),
+        "out": (layer.out, (features, d)[::turn]),
         "mlp_norm": (layer.mlp_norm, (d,)),
-        "gate_up": (layer.gate_up, (d, 2 * f)),
-        "down": (layer.down, (f, d)),
+        "gate_up": (layer.gate_up, (d, 2 * f)[::turn]),
+        "down": (layer.down, (f, d)[::turn]),
     }
     heads = kv_heads = head_dim = 0
     if (p := projection) is not None:
@@ -238,14 +253,28 @@ def _problem(
         table = head_dim // 2, padded_rows(m)
         want |= {
             "norm": (p.norm, (d,)),
-            "qkv": (p.qkv, (d, columns)),
+            "qkv": (p.qkv, (d, columns)[::turn]),
             "cos": (p.cos, table),
             "sin": (p.sin, table),
         }
         if p.out is not None:
-            want["next_out"] = p.out, (features, d)
+            want["next_out"] = p.out, (features, d)[::turn]
         if p.bias is not None:
             want["bias"] = p.bias, (columns,)
+    weights = {"out": d, "gate_up": 2 * f, "down": d} | (
+        {} if projection is None else {"qkv": columns}
+    )
+    for name, size in weights.items():
+        part: Any = projection if name == "qkv" else layer
+        scale = getattr(part, f"{name}_scale")
+        if (scale is None) is narrow or (narrow and scale.dtype != jnp.float32):
+            raise ValueError(
+                f"{name}_scale is {scale if scale is None else scale.dtype} for weights"
+                f" of {layer.out.dtype}; weights of 8 bits have scales in float32, one"
+                " for each feature, and others have none"
+            )
+        if narrow:
+            want[f"{name}_scale"] = scale, (size,)
     for name, (array, shape) in want.items():
         if array.shape != shape:
             raise ValueError(
@@ -266,6 +295,7 @@ def _problem(
         kv_heads=kv_heads,
         head_dim=head_dim,
         bias=projection is not None and projection.bias is not None,
+        weights=layer.out.dtype.name,
     )
 
 
@@ -281,13 +311,15 @@ def _check_kernel(
     check_local("decode_layer", *operands.values())
     kinds = {
         operands[name].dtype.name
-        for name in ("attended", "out", "gate_up", "down", "qkv")
+        for name in ("out", "gate_up", "down", "qkv", "next_out")
         if name in operands
     }
-    if kinds != {"bfloat16"}:
+    activations = operands["attended"].dtype.name
+    if activations != "bfloat16" or kinds not in [{name} for name in _WEIGHTS]:
         raise Unsupported(
-            f"decode_layer: types {sorted(kinds)}, the kernel takes bfloat16; use"
-            " implementation='xla'"
+            f"decode_layer: weights of {sorted(kinds)} and activations of"
+            f" {activations}, the kernel takes bfloat16 and all weights of one of"
+            f" {_WEIGHTS}; use implementation='xla'"
         )
     problem.check()
     return device

@@ -38,8 +38,9 @@ type Epilogue = Literal["add", "swiglu", "rotate"]
 class DecodeLayerConfig:
     """How the kernel cuts a layer."""
 
-    tile_k: int = 64
-    """Input features of a tile of a weight: 64 or 128."""
+    tile_k: int | None = None
+    """Input features of a tile of a weight: 64, 128, or 256 of 8 bits; None is 64, or
+    128 of 8 bits: 32 KiB of a tile of either."""
     weight_slots: int | None = None
     """Tiles of weights in flight; None is as many as fit in shared memory."""
     activation_slots: int | None = None
@@ -54,8 +55,8 @@ class DecodeLayerConfig:
     """
 
     def __post_init__(self) -> None:
-        if self.tile_k not in (64, 128):
-            raise ValueError(f"tile_k {self.tile_k!r}, expected 64 or 128")
+        if self.tile_k not in (None, 64, 128, 256):
+            raise ValueError(f"tile_k {self.tile_k!r}, expected None, 64, 128 or 256")
         least = {"weight_slots": 2, "activation_slots": 2, "requested": 1}
         for name, size in least.items():
             value = getattr(self, name)
@@ -79,6 +80,18 @@ class Problem:
     head_dim: int = 0
     bias: bool = False
     """Whether queries, keys and values have a bias."""
+    weights: str = "bfloat16"
+    """Type of the weights: that, or int8 or float8_e4m3fn with scales."""
+
+    @property
+    def weight_dtype(self) -> jnp.dtype:
+        """Type of the weights."""
+        return jnp.dtype(self.weights)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether weights have 8 bits, and lie as [features, inputs]."""
+        return self.weight_dtype.itemsize == 1
 
     @property
     def projects(self) -> bool:
@@ -350,11 +363,16 @@ class Schedule:
     device: DeviceSpec
 
     @property
+    def tile_k(self) -> int:
+        """Input features of a tile of a weight."""
+        return self.config.tile_k or (128 if self.problem.narrow else 64)
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """The table: a stage multiplies what the units of the one before made."""
         p = self.problem
         cut: Any = {
-            "tile_k": self.config.tile_k,
+            "tile_k": self.tile_k,
             "workers": self.workers,
             "rows": p.rows,
         }
@@ -429,6 +447,8 @@ class Schedule:
     def activation_slots(self) -> int:
         """Tiles of activations in flight."""
         default = 8 if self.problem.rows <= 32 else 5
+        if self.problem.narrow:  # whose tiles are larger
+            default = 4
         return self.config.activation_slots or default
 
     @property
@@ -436,13 +456,13 @@ class Schedule:
         """Shared memory besides the ring of weights."""
         rows = self.problem.rows
         turned = smem_bytes((WARPGROUPS, rows, GROUP), jnp.bfloat16)
-        slot = smem_bytes((rows, self.config.tile_k), jnp.bfloat16)
+        slot = smem_bytes((rows, self.tile_k), jnp.bfloat16)
         return turned + self.activation_slots * slot + 4096
 
     @property
     def slot_bytes(self) -> int:
         """Shared memory of a tile of weights."""
-        return smem_bytes((TILE_GROUPS, self.config.tile_k, GROUP), jnp.bfloat16)
+        return smem_bytes((TILE_GROUPS, self.tile_k, GROUP), self.problem.weight_dtype)
 
     @property
     def weight_slots(self) -> int:

@@ -77,6 +77,7 @@ from pallas_kernels.mosaic.pipeline import (
     previous_slot,
     proxy_fence,
 )
+from pallas_kernels.quantized_matmul.widen import load_in_order
 
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -86,6 +87,12 @@ _OF_FEATURES = _WGMMA.reduce(1)
 
 _LOADS = 8
 """Parts of sums that a warpgroup reads at a time."""
+
+_WIDENED = 128
+"""Input features whose weights are widened at a time: more take too many registers."""
+
+_REGISTERS = 72, 184
+"""Of a copying and of a multiplying thread where weights are widened."""
 
 _LAST_TILES = 4
 """Tiles before whose sums a warpgroup loads what these are multiplied by."""
@@ -195,7 +202,7 @@ class _Block:
 
     def copy_weights(self) -> None:
         """The tiles of all stages, one after the other, as the ring has room."""
-        tile_k, ring = self.schedule.config.tile_k, _ring(self.scratch, "weights")
+        tile_k, ring = self.schedule.tile_k, _ring(self.scratch, "weights")
         carry, requested = (jnp.int32(0), jnp.int32(0)), self.schedule.config.requested
         for stage in self.stages:
             weight = self.refs[stage.weight]
@@ -212,8 +219,9 @@ class _Block:
                 for number in range(WARPGROUPS):
                     unit = piece.column * WARPGROUPS + number
                     for j, group in enumerate(stage.groups(unit)):
+                        tile = rows, pl.ds(group * GROUP, GROUP)
                         plgpu.copy_gmem_to_smem(
-                            weight.at[rows, pl.ds(group * GROUP, GROUP)],
+                            weight.at[tile[::-1] if self.problem.narrow else tile],
                             ring["smem"].at[slot, number * UNIT + j],
                             ring["full"].at[slot],
                         )
@@ -250,7 +258,7 @@ class _Block:
 
     def copy_activations(self) -> None:
         """The inputs of stages, when those before are done; factors of norms."""
-        tile_k, ring = self.schedule.config.tile_k, _ring(self.scratch, "activations")
+        tile_k, ring = self.schedule.tile_k, _ring(self.scratch, "activations")
         # Rows past the last one are zeros. An offset that is known would be an error
         # where there are fewer rows than the copy has.
         rows = pl.ds(self.worker * 0, self.problem.rows)
@@ -344,12 +352,15 @@ class _Block:
                 plgpu.barrier_wait(activations["full"].at[x])
                 plgpu.barrier_wait(weights["full"].at[w])
                 for j, acc in enumerate(accs):
-                    plgpu.wgmma(
+                    self.multiply_tile(
                         acc,
-                        weights["smem"].at[w, number * UNIT + j].transpose((1, 0)),
-                        activations["smem"].at[x].transpose((1, 0)),
+                        weights["smem"].at[w, number * UNIT + j],
+                        activations["smem"].at[x],
                     )
                 plgpu.wgmma_wait(0)
+                if self.problem.narrow:
+                    # The copy engine may write what registers have read.
+                    plgpu.commit_smem()
                 plgpu.barrier_arrive(activations["empty"].at[x])
                 plgpu.barrier_arrive(weights["empty"].at[w])
                 return (
@@ -369,6 +380,21 @@ class _Block:
 
         accumulator = plgpu.WGMMAAccumulatorRef((GROUP, self.problem.rows), jnp.float32)
         return pl.run_scoped(scoped, *[accumulator] * UNIT)
+
+    def multiply_tile(self, acc: Ref, weight: Ref, activations: Ref) -> None:
+        """Starts to add the products of a group's tile and the activations.
+
+        Tensor cores read bfloat16 as it lies there, [tile_k,64]; 8 bits, [64,tile_k],
+        are widened on their way through registers.
+        """
+        if not self.problem.narrow:
+            plgpu.wgmma(acc, weight.transpose((1, 0)), activations.transpose((1, 0)))
+            return
+        tile_k = self.schedule.tile_k
+        for first in range(0, tile_k, _WIDENED):
+            columns = pl.ds(first, min(_WIDENED, tile_k))
+            tokens = activations.at[:, columns].transpose((1, 0))
+            plgpu.wgmma(acc, load_in_order(weight.at[:, columns]), tokens)
 
     def part(self, stage: Stage, unit: Scalar, part: Scalar) -> Ref:
         """Where a part of the sums of a shared unit lies, [2,M/8,64,8].
@@ -462,12 +488,26 @@ class _Block:
             factors: those of the norm, if they have been loaded.
         """
         epilogue = getattr(self, stage.epilogue)(stage, place)
+        if self.problem.narrow:
+            epilogue = self.scaled(stage, place, epilogue)
         if stage.norm is None:
             return epilogue
         if factors is None:
             factors = self.load_factors(stage.norm, place)
         columns = lax.broadcast_in_dim(factors, place.shape, (1,))
         return lambda sums: epilogue([values * columns for values in sums])
+
+    def scaled(self, stage: Stage, place: _Place, epilogue: _Epilogue) -> _Epilogue:
+        """An epilogue of sums that it multiplies by the scales of the weight."""
+        scales = [
+            self.of_features(
+                f"{stage.weight}_scale", pl.ds(group * GROUP, GROUP), place.shape
+            )
+            for group in place.groups
+        ]
+        return lambda sums: epilogue(
+            [values * scale for values, scale in zip(sums, scales, strict=True)]
+        )
 
     def load_factors(self, norm: int, place: _Place) -> jax.Array:
         """Factors of the rows of a place, [rows], when they are there."""
@@ -634,14 +674,16 @@ def _ring(scratch: Mapping[str, Ref], name: str) -> dict[str, Ref]:
 
 
 def _scratch_types(schedule: Schedule) -> dict[str, Any]:
-    rows, tile_k = schedule.problem.rows, schedule.config.tile_k
+    rows, tile_k = schedule.problem.rows, schedule.tile_k
+    narrow, weight_dtype = schedule.problem.narrow, schedule.problem.weight_dtype
     transforms = smem_transforms(GROUP, jnp.bfloat16)
+    line = min(tile_k, 128) if narrow else GROUP
     weights, activations = schedule.weight_slots, schedule.activation_slots
     return {
         "weights": plgpu.SMEM(
-            (weights, TILE_GROUPS, tile_k, GROUP),
-            jnp.bfloat16,
-            transforms=transforms,
+            (weights, TILE_GROUPS, *((GROUP, tile_k) if narrow else (tile_k, GROUP))),
+            weight_dtype,
+            transforms=smem_transforms(line, weight_dtype),
         ),
         "activations": plgpu.SMEM(
             (activations, rows, tile_k), jnp.bfloat16, transforms=transforms
@@ -694,7 +736,8 @@ def decode_layer(
         operands: arrays by name: `attended` [M,N H], `residual` [D,rows], the weights
             `out`, `gate_up`, `down` and the scale `mlp_norm`; where `problem` projects,
             also `norm`, `qkv`, `cos`, `sin` and, if there are any, `bias` and
-            `next_out`, which is read ahead.
+            `next_out`, which is read ahead. Weights of 8 bits are [features,inputs],
+            and have scales of features in fp32: `out_scale` for `out`, and so on.
         problem: sizes.
         config: how to cut it.
         device: the Hopper GPU that the kernel is built for.
@@ -724,11 +767,18 @@ def decode_layer(
         warpgroup = lax.axis_index("warpgroup")
 
         def copies() -> None:
+            if problem.narrow:
+                plgpu.set_max_registers(_REGISTERS[0], action="decrease")
             lax.cond(
                 warpgroup == WARPGROUPS, block.copy_weights, block.copy_activations
             )
 
-        lax.cond(warpgroup < WARPGROUPS, lambda: block.compute(warpgroup), copies)
+        def compute() -> None:
+            if problem.narrow:
+                plgpu.set_max_registers(_REGISTERS[1], action="increase")
+            block.compute(warpgroup)
+
+        lax.cond(warpgroup < WARPGROUPS, compute, copies)
 
     results = plgpu.kernel(
         body,

@@ -24,6 +24,9 @@ def decode_layer(
         the second None without a weight `qkv`.
     """
     given = {name: a.astype(jnp.float32) for name, a in operands.items()}
+    for name in ("out", "gate_up", "down", "qkv"):
+        if (scale := given.get(f"{name}_scale")) is not None:
+            given[name] = (given[name] * scale[:, None]).T
     m = given["attended"].shape[0]
 
     def matmul(x: Array, name: str) -> Array:

@@ -5,10 +5,10 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeLayerSpec:
-    """A named layer in bfloat16, and queries, keys and values of the next."""
+    """A named layer, and queries, keys and values of the next."""
 
     name: str
-    """Model and requests."""
+    """Model, requests, and weights other than bfloat16."""
     m: int
     """Requests of a step."""
     d_model: int
@@ -18,6 +18,8 @@ class DecodeLayerSpec:
     head_dim: int = 128
     bias: bool = False
     """Whether queries, keys and values have one."""
+    weights: str = "bfloat16"
+    """Type of the weights: that, int8 or float8_e4m3fn."""
 
 
 _MODELS = {
@@ -35,5 +37,11 @@ SPECS: tuple[DecodeLayerSpec, ...] = tuple(
     DecodeLayerSpec(name=f"{name}_m{m}", m=m, **sizes)
     for name, sizes in _MODELS.items()
     for m in ((1, 8, 32, 64) if name == "llama3_8b" else (8,))
+) + tuple(
+    DecodeLayerSpec(
+        name=f"llama3_8b_m{m}_{short}", m=m, weights=weights, **_MODELS["llama3_8b"]
+    )
+    for short, weights in {"int8": "int8", "fp8": "float8_e4m3fn"}.items()
+    for m in (1, 32)
 )
 """Every shape that is lowered in the tests and benchmarked."""

@@ -30,7 +30,11 @@ def decode_layer(
     dtype, m = operands["attended"].dtype, operands["attended"].shape[0]
 
     def matmul(x: jax.Array, name: str) -> jax.Array:
-        return jnp.matmul(x, operands[name], preferred_element_type=jnp.float32)
+        weight, scale = operands[name], operands.get(f"{name}_scale")
+        if scale is not None:
+            weight = weight.astype(dtype).T
+        sums = jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+        return sums if scale is None else sums * scale
 
     def norm(x: jax.Array, name: str) -> jax.Array:
         mean = jnp.mean(x * x, axis=-1, keepdims=True)

@@ -23,9 +23,13 @@ def make(dtype=jnp.float32, **changes):
     return model.for_inference()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_logits_are_those_of_the_blocks(bias):
+@pytest.mark.parametrize(
+    ("bias", "weights"), [(False, None), (True, None), (True, "int8"), (False, "fp8")]
+)
+def test_logits_are_those_of_the_blocks(bias, weights):
     model = make(attention_bias=bias)
+    if weights is not None:
+        model = quantize(model, weights)
     tokens = jax.random.randint(jax.random.key(1), (3, 8), 0, model.config.vocab_size)
     want, pages = decode(model, tokens, 4, 1, 1, 1, 1)  # there is no Hopper GPU
     model.decode_layer = "xla"
@@ -62,15 +66,31 @@ def test_other_layers_run_as_blocks(why, changes, expected):
         assert kernels(**WIDE | changes) is expected
 
 
-def test_adapters_and_weights_of_8_bits_run_as_blocks():
+def test_adapters_run_as_blocks():
     with use_device(H200):
         model = make(jnp.bfloat16, **WIDE)
         assert chosen(model)
         model.blocks[1].mlp.down.low_rank = nnx.data(object())
         assert not chosen(model)
-        assert not chosen(quantize(make(jnp.bfloat16, **WIDE), "int8"))
         assert not kernels(jnp.float32, **WIDE)
     assert not chosen(make(jnp.bfloat16, **WIDE))  # no Hopper GPU
+
+
+def test_weights_of_8_bits_take_the_kernel_if_all_are_alike():
+    with use_device(H200):
+        dense = make(jnp.bfloat16, **WIDE)
+        model = quantize(dense, "int8")
+        assert chosen(model) and chosen(model, 64)
+        mixed = quantize(dense, "fp8")
+        assert chosen(mixed)
+        mixed.blocks[1].mlp.down = model.blocks[1].mlp.down
+        assert not chosen(mixed)
+        model.blocks[1] = dense.blocks[1]
+        assert not chosen(model)
+        dynamic = quantize(dense, "fp8_dynamic")
+        assert chosen(dynamic, 32)
+        assert not chosen(dynamic, 64)  # it rounds activations
+        assert not chosen(quantize(make(**WIDE), "int8"))  # fp32 activations
 
 
 def kernels(dtype=jnp.bfloat16, **changes):
@@ -100,6 +120,26 @@ def test_few_rows_take_the_kernel_by_themselves():
         assert (("decode_layer", "mosaic_gpu") in choices) is takes
 
 
+@pytest.mark.parametrize(
+    ("weights", "rows", "name", "takes"),
+    [
+        ("int8", 8, "auto", True),
+        ("int8", 16, "auto", False),
+        ("int8", 16, "mosaic_gpu", True),
+        ("fp8", 1, "auto", False),
+        ("fp8", 1, "mosaic_gpu", True),
+    ],
+)
+def test_weights_of_8_bits_take_the_kernel_where_it_was_faster(
+    weights, rows, name, takes
+):
+    model = quantize(make(jnp.bfloat16, **WIDE), weights)
+    model.decode_layer = name
+    with use_device(H200), recorded() as choices:
+        jax.eval_shape(model.run_blocks, *step(model, rows))
+    assert (("decode_layer", "mosaic_gpu") in choices) is takes
+
+
 def test_more_rows_or_tokens_run_as_blocks():
     model = make(jnp.bfloat16, **WIDE)
     with use_device(H200):
@@ -110,12 +150,15 @@ def test_more_rows_or_tokens_run_as_blocks():
 
 
 @pytest.mark.gpu
-def test_the_kernel_decodes_as_the_blocks():
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_the_kernel_decodes_as_the_blocks(weights):
     model = make(jnp.bfloat16, **WIDE)
+    if weights is not None:
+        model = quantize(model, weights)
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, model.config.vocab_size)
     model.decode_layer = None
     want, _ = decode(model, tokens, 4, 1, 1, 1, 1)
-    model.decode_layer = "auto"
+    model.decode_layer = "mosaic_gpu"
     with recorded() as choices:
         found, _ = decode(model, tokens, 4, 1, 1, 1, 1)
     assert ("decode_layer", "mosaic_gpu") in choices

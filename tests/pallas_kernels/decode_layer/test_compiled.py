@@ -8,7 +8,12 @@ from tests.tiers import exhaustive
 
 
 @pytest.mark.parametrize(
-    "name", ["llama3_8b_m64", *exhaustive("llama3_8b_m1", "qwen2_7b_m8")]
+    "name",
+    [
+        "llama3_8b_m64",
+        "llama3_8b_m32_fp8",
+        *exhaustive("llama3_8b_m1", "qwen2_7b_m8", "llama3_8b_m32_int8"),
+    ],
 )
 def test_it_is_one_launch_and_spills_nothing(name):
     found = compile_for_h200(kernels, "decode_layer", name)

@@ -5,9 +5,11 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxscale.nn.quantized_linear import quantize_kernel
 from pallas_kernels.decode_layer import (
     LayerWeights,
     NextProjection,
@@ -21,9 +23,12 @@ from pallas_kernels.decode_layer import (
 from pallas_kernels.decode_layer.config import DecodeLayerConfig, Problem, Schedule
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
-from tests.interpreter import interpret_mosaic_gpu
+from tests.interpreter import interpret_mosaic_gpu, register_inline
 from tests.tolerances import RELATIVE, relative_error
 
+
+register_inline("widen_int8_pairs", lambda values: values.astype(ml_dtypes.bfloat16))
+register_inline("widen_e4m3_pairs", lambda values: values.astype(ml_dtypes.bfloat16))
 
 EPS = 1e-5
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -68,6 +73,20 @@ def operands(problem, seed=0):
         found["next_out"] = weight(p.features, p.d_model)
     if p.bias:
         found["bias"] = array(columns)
+    if p.narrow:
+        found |= quantized(found, p.weights)
+    return found
+
+
+def quantized(given, weights):
+    """Weights of 8 bits of an operand's features, with their scales."""
+    kind = {"int8": "int8", "float8_e4m3fn": "fp8"}[weights]
+    found = {}
+    for name in ("out", "gate_up", "down", "qkv", "next_out"):
+        if name in given:
+            found[name], scale = quantize_kernel(given[name], kind)
+            if name != "next_out":
+                found[f"{name}_scale"] = scale
     return found
 
 
@@ -105,6 +124,7 @@ def interpreted(problem, given, num_sms=1, **config):
 
 
 FEW = {"weight_slots": 2, "activation_slots": 2}
+INT8, FP8 = {"weights": "int8"}, {"weights": "float8_e4m3fn"}
 SLOTS = {"weight_slots": 3, "requested": 2}
 """Not all slots are asked for at a time."""
 
@@ -120,6 +140,9 @@ SLOTS = {"weight_slots": 3, "requested": 2}
         ({"m": 16, "d_ff": 384}, 2, FEW),
         # A block without a piece; columns that one block has, from registers.
         ({"m": 8, "d_model": 512, "d_ff": 256}, 3, FEW | SLOTS),
+        # Weights of 8 bits: from registers, and parts in memory.
+        ({"m": 8, "bias": True} | INT8, 1, FEW),
+        ({"m": 16, "d_ff": 384} | FP8, 2, FEW | {"tile_k": 64}),
     ],
 )
 def test_interpreted_kernel_equals_the_reference(changes, num_sms, config):
@@ -144,7 +167,7 @@ def arguments(problem, given):
     return given["attended"], given["residual"], layer, projection
 
 
-@pytest.mark.parametrize("changes", [{}, {"m": 16, "bias": True}, LAST])
+@pytest.mark.parametrize("changes", [{}, {"m": 16, "bias": True} | INT8, LAST | FP8])
 def test_xla_equals_the_reference(changes):
     problem = dataclasses.replace(TINY, **changes)
     given = operands(problem)
@@ -180,7 +203,7 @@ def test_errors_say_what_to_do():
             decode_layer(
                 jnp.tile(attended, (4, 1)), jnp.tile(residual, (1, 2)), layer, **kernel
             )
-        with pytest.raises(Unsupported, match=r"types .*'float32'.* takes bfloat16"):
+        with pytest.raises(Unsupported, match=r"of .*'float32'.* takes bfloat16"):
             wide = dataclasses.replace(layer, down=layer.down.astype(jnp.float32))
             decode_layer(attended, residual, wide, **kernel)
         with pytest.raises(Unsupported, match="multiples of 128"):

@@ -16,6 +16,8 @@ from pallas_kernels.decode_layer.config import DecodeLayerConfig, Problem
 from pallas_kernels.mosaic import DeviceSpec
 from tests.pallas_kernels.decode_layer.test_decode_layer import (
     EPS,
+    FP8,
+    INT8,
     LAST,
     TINY,
     check,
@@ -60,6 +62,8 @@ def poison(problem):
             "heads": 4,
             "kv_heads": 2,
         },
+        {"m": 16} | INT8,
+        {"m": 1, "bias": True} | FP8,
     ],
 )
 def test_tiny_layers(changes):
@@ -70,14 +74,18 @@ def test_tiny_layers(changes):
 
 
 @functools.cache
-def real(m):
-    problem = dataclasses.replace(LLAMA3_8B, m=m)
+def real(m, weights=""):
+    more = {"": {}, "int8": INT8, "fp8": FP8}[weights]
+    problem = dataclasses.replace(LLAMA3_8B, m=m, **more)
     return problem, operands(problem)
 
 
-@pytest.mark.parametrize("m", [1, 2, 8, 32, 64])
-def test_a_real_layer_is_right_and_repeats(m):
-    problem, given = real(m)
+@pytest.mark.parametrize(
+    ("m", "weights"),
+    [*((m, "") for m in (1, 2, 8, 32, 64)), (1, "int8"), (8, "fp8"), (32, "int8")],
+)
+def test_a_real_layer_is_right_and_repeats(m, weights):
+    problem, given = real(m, weights)
     poison(problem)
     first = run(problem, given)
     check(problem, given, first)
@@ -87,8 +95,9 @@ def test_a_real_layer_is_right_and_repeats(m):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_a_row_does_not_depend_on_the_others():
-    problem, given = real(64)
+@pytest.mark.parametrize(("m", "weights"), [(64, ""), (32, "int8")])
+def test_a_row_does_not_depend_on_the_others(m, weights):
+    problem, given = real(m, weights)
     residual, q, kv = run(problem, given)
     some = {
         "attended": given["attended"][:8],
