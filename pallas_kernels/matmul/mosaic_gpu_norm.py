@@ -68,6 +68,7 @@ class NormConfig(MatmulConfig):
 
 
 _TILES = (
+    NormConfig(tile_n=256, stages=4, store_slots=1),
     NormConfig(tile_n=192, stages=5, store_slots=1),
     NormConfig(tile_n=128, stages=6, store_slots=1),
     NormConfig(tile_n=64, stages=8, store_slots=1),
