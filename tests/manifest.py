@@ -59,7 +59,7 @@ from pallas_kernels.fp8_operands import (
 from pallas_kernels.fp8_operands.specs import SPECS as FP8_OPERANDS
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.layer_norm.specs import SPECS as LAYER_NORM
-from pallas_kernels.matmul import dense, matmul
+from pallas_kernels.matmul import ResidualNorm, dense, matmul
 from pallas_kernels.matmul.specs import SPECS as MATMUL
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.paged_attention import paged_attention
@@ -275,6 +275,17 @@ def matmul_cases() -> Iterator[Case]:
         ws, biases = [array(k, n) for n in widths], [array(n) for n in widths]
         name = f"dense_m{m}_k{k}_n" + "_".join(map(str, widths))
         yield Case(name, with_gradients(layer), (array(m, k), ws, biases))
+
+    def in_place(x, w, bias, layer, *norm):
+        options = {"layer": layer, "implementation": "mosaic_gpu"}
+        norm = ResidualNorm(*norm, eps=1e-12)
+        return dense(x, [w], [bias], norm=norm, **options)
+
+    for m, n, k in ((256, 768, 768), (688, 768, 3072), (4096, 1024, 1024)):
+        of_layers = array(12, k, n), array(12, n), array(dtype=INT32)
+        added = array(m, n), array(n), array(n)
+        name = f"dense_norm_m{m}_k{k}_n{n}"
+        yield Case(name, in_place, (array(m, k), *of_layers, *added))
 
 
 def quantized_matmul_cases() -> Iterator[Case]:

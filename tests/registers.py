@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, tuple[str, ...]]] = {
     "matmul": {
         "cube_4096": ("matmul",),
         "dense_m9984_k768_n768_768_768": ("dense", "matmul"),
+        "dense_norm_m4096_k1024_n1024": ("dense_norm",),
     },
     "layer_norm": {"bert_base_4939": ("layer_norm",)},
     "tile_sparse_matmul": {

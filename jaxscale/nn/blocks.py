@@ -41,6 +41,7 @@ from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel, feed_forward
+from pallas_kernels.matmul import ResidualNorm
 from pallas_kernels.matmul.activations import activate
 
 
@@ -372,6 +373,11 @@ def norm_of_sum(
         and residual.dtype == layer.dtype
         and whole
     ):
+        if norm.dtype == layer.dtype:
+            shift = None if norm.bias is None else norm.bias[...]
+            behind = ResidualNorm(residual, norm.scale[...], shift, norm.eps)
+            if (out := layer.in_place(h, behind)) is not None:
+                return out
         product, bias = layer.apart(h)
         return norm.of_sum(product, residual, bias)
     # As in the kernel the sum is not rounded: in fp16 it may exceed 65,504.

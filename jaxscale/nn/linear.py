@@ -31,7 +31,7 @@ from jaxscale.sharding.tensor_parallel import (
     column_parallel,
     row_parallel,
 )
-from pallas_kernels.matmul import dense
+from pallas_kernels.matmul import ResidualNorm, dense
 from pallas_kernels.matmul.activations import activate
 
 
@@ -352,6 +352,22 @@ class RowParallelLinear(_TensorParallelLinear):
         """The projection without the bias, and the bias."""
         bias = None if self.bias is None else self.bias[...].astype(self.dtype)
         return self.adapt(_sum_of_products([self], [x]), x), bias
+
+    def in_place(
+        self, x: Float[Array, "B T in"], norm: ResidualNorm
+    ) -> Float[Array, "B T out"] | None:
+        """The projection, a residual and a norm; None if no stack has the parameters.
+
+        Those are of a model for inference on one device.
+        """
+        parts = stacks_of([self.kernel, self.bias], self.dtype)
+        if parts is None:
+            return None
+        self.check_input(x, ndim=3)
+        kernel, bias = parts
+        layer = jnp.asarray(kernel.layer)
+        x = x.astype(self.dtype)
+        return dense(x, [kernel.stack], [bias.stack], layer=layer, norm=norm)[0]
 
 
 def project_together(

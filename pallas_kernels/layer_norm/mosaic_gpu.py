@@ -83,7 +83,7 @@ def layer_norm(
     config = config or heuristic(t, d, device)
     rows = min(config.rows, t // WARPS * WARPS)
     num_rows = 1 + (residual is not None)
-    width, layout = _layout(d, x.dtype)
+    width, layout = row_layout(d, x.dtype)
     shape = (rows, d // width, width)
 
     def body(*refs: Ref) -> None:
@@ -99,7 +99,7 @@ def layer_norm(
         values = [
             plgpu.load(ref.at[span], layout=layout, optimized=False) for ref in row_refs
         ]
-        y = _normalize([*values, *addends], affine, eps, layout)
+        y = normalize([*values, *addends], affine, eps, layout)
         out_ref[span] = y.astype(dtype)
 
     y = plgpu.kernel(
@@ -114,7 +114,7 @@ def layer_norm(
     return y.reshape(t, d)  # [T,D]
 
 
-def _normalize(
+def normalize(
     values: Sequence[jax.Array],
     affine: Sequence[jax.Array],
     eps: float,
@@ -144,7 +144,7 @@ def _normalize(
     return y + bias[0] if bias else y
 
 
-def _layout(d: int, dtype: jnp.dtype) -> tuple[int, Any]:
+def row_layout(d: int, dtype: jnp.dtype) -> tuple[int, Any]:
     """Columns that a warp reads at a time, up to 16 bytes a lane; the layout of rows.
 
     Of [rows, columns / width, width]: rows are dealt to the warps in turn.

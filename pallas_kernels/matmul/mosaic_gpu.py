@@ -640,6 +640,7 @@ def pad_rows(x: jax.Array) -> jax.Array:
 def matmul(
     x: jax.Array,
     w: jax.Array,
+    layer: jax.Array | None = None,
     *,
     config: MatmulConfig,
     device: DeviceSpec,
@@ -654,7 +655,9 @@ def matmul(
 
     Args:
         x: [M,K], or [K,M] with `lhs_transposed`; bfloat16 or float16.
-        w: [K,N], or [N,K] with `rhs_transposed`; the type of x.
+        w: [K,N], or [N,K] with `rhs_transposed`; the type of x. With a `layer` an axis
+            of layers is before these.
+        layer: int32, which of the layers, read in place.
         config: how to cut it.
         device: the Hopper GPU that the kernel is built for.
         out_dtype: type of the output: that of x, or float32.
@@ -667,15 +670,24 @@ def matmul(
     Raises:
         Unsupported: types, alignment or shared memory do not fit.
     """
-    wanted = Problem.of(x, w, out_dtype, lhs_transposed, rhs_transposed)
+
+    def problem_of(x: jax.Array, w: jax.Array) -> Problem:
+        shape = jax.ShapeDtypeStruct(w.shape[-2:], w.dtype)
+        return Problem.of(x, shape, out_dtype, lhs_transposed, rhs_transposed)
+
+    wanted = problem_of(x, w)
     check_problem(wanted)
-    x, w = pad_rows(x), pad_rows(w)
-    problem = Problem.of(x, w, out_dtype, lhs_transposed, rhs_transposed)
+    x, w = pad_rows(x), pad_rows(w) if layer is None else w
+    problem = problem_of(x, w)
     tiles = Tiles(problem=problem, config=config)
     check_smem(tiles.smem_bytes, device, f"matmul with {config}")
     for_each_tile = snake_tiles(config, tiles.counts)
 
-    def body(x_ref, w_ref, out_ref, **scratch):
+    def body(x_ref, w_ref, *refs, **scratch):
+        *numbers, out_ref = refs
+        if numbers:
+            w_ref = w_ref.at[numbers[0][0]]
+
         def consume(m, n, slot, consumer):
             sums, slot = multiply_tile(tiles, scratch, consumer, slot)
             view = functools.partial(tiles.out_view, out_ref, m, n, consumer)
@@ -691,5 +703,5 @@ def matmul(
         scratch_types=tiles.scratch_types(),
         kernel_name="matmul",
         **grid(config, tiles.counts, device, "matmul"),
-    )(x, w)
+    )(x, w, *([] if layer is None else [layer.reshape(1)]))
     return out[: wanted.m, : wanted.n]

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.nn.blocks import Block
-from jaxscale.nn.linear import ColumnParallelLinear
+from jaxscale.nn.linear import ColumnParallelLinear, RowParallelLinear
 from jaxscale.nn.stacked import LayerOfStack
 from pallas_kernels.matmul.dense import reads_stacks
 
@@ -28,9 +28,10 @@ def unstacked_in_place(model: EncoderModel) -> EncoderModel:
     """`EncoderModel.unstacked`, but for what kernels read in stacks of all layers.
 
     These are the kernels and biases of the projections of queries, keys, values and
-    hidden features. Where the layers of `model` are a stack, the arrays are its own.
-    Otherwise they are copies, one kind of parameter after the other. Attention to
-    relative positions has more readers of its projections, and keeps its own arrays.
+    hidden features, and of those whose sum with a residual is normalized. Where the
+    layers of `model` are a stack, the arrays are its own. Otherwise they are copies,
+    one kind of parameter after the other. Attention to relative positions has more
+    readers of its projections, and keeps its own arrays.
     So do all without that kernel, in 32 bits and on other devices: XLA would copy each
     layer out of its stack.
     """
@@ -47,7 +48,8 @@ def unstacked_in_place(model: EncoderModel) -> EncoderModel:
     if isinstance(model.blocks, Block):
         whole = [layer for _, layer in nnx.iter_modules(model.blocks)]
     for kind in zip(*layers, strict=True) if len({*map(len, layers)}) == 1 else ():
-        if not all(map(_reads_in_place, kind)):
+        norms_follow = not model.config.pre_norm
+        if not all(_reads_in_place(layer, norms_follow) for layer in kind):
             continue
         for name in ("kernel", "bias"):
             given = whole[layers[0].index(kind[0])] if len(whole) > 1 else None
@@ -64,10 +66,11 @@ def unstacked_in_place(model: EncoderModel) -> EncoderModel:
     return result
 
 
-def _reads_in_place(layer: Any) -> bool:
-    """Whether `jaxscale.nn.linear.project_together` does."""
+def _reads_in_place(layer: Any, norms_follow: bool) -> bool:
+    """Whether `project_together` or `norm_of_sum` of `jaxscale.nn` do."""
+    rows = norms_follow and type(layer) is RowParallelLinear
     return (
-        type(layer) is ColumnParallelLinear
+        (rows or type(layer) is ColumnParallelLinear)
         and layer.bias is not None
         and layer.quantization is None
         and layer.low_rank is None

@@ -221,8 +221,8 @@ def test_programs_read_layers_in_stacks():
         arrays = encoder._programs._leaves
         kernel = model.blocks.mlp.up.kernel[...]
         assert sum(array is kernel for array in arrays) == 1
-        # Vectors; kernels and biases of four projections; two matrices a layer; tables.
-        assert len(arrays) == 1 + 2 * 4 + 2 * 4 + 3
+        # Vectors; kernels and biases of six projections; tables.
+        assert len(arrays) == 1 + 2 * 6 + 3
         assert len(separate._programs._leaves) == len(arrays)
         found = encoder.encode(many, token_budget=128)
         np.testing.assert_array_equal(separate.encode(many, token_budget=128), found)
