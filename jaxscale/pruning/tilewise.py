@@ -27,7 +27,8 @@ The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
 
 With tw24 steps 1 and 2 keep twice as much. Of each column of a tile the best two of
 every four kept rows then stay, and up to two of a last four of fewer rows. Which rows
-are a four is searched for each tile (`best_fours`).
+are a four is searched for each tile (`best_fours`). A matrix of which all tiles keep
+all rows has its fours in order, as plain 2:4 does: its kernel then need not gather.
 
 A-priori tuning: the paper uses element-wise pruning to find important units. The
 authors' code does not contain that step, so this is our definition: element-wise
@@ -391,15 +392,15 @@ def _fours_of(
     """
     height, width = len(mask) // matrix.row_shards, mask.shape[1]
     part = width // matrix.column_shards
-    columns = [
-        part * shard + _ordered(mine, config.tile)
-        for shard, mine in enumerate(np.split(wide, matrix.column_shards, 1))
-    ]
-    tiles = np.concatenate(columns).reshape(-1, config.tile)
+    tiles = _ordered(wide, matrix.column_shards, config.tile).reshape(-1, config.tile)
     # Features that do not come but are kept, if too few come, are left out later.
     comes = np.ones(len(mask), np.bool_)
     for source in feeder or ():  # gate and up: a feature is kept by both or left out
         comes &= source.any(0)
+    order = np.arange(len(mask))
+    if feeder is not None:
+        order = _ordered(np.concatenate(feeder), matrix.row_shards, config.tile)
+    whole = mask[np.ix_(order[comes[order]], tiles[:, 0])].all()
     fours = Fours.none(mask.shape, config.tile)
     kept = np.zeros_like(mask)
 
@@ -409,7 +410,10 @@ def _fours_of(
         for shard in range(matrix.row_shards):
             mine = np.flatnonzero(mask[:, tile[0]])
             mine = mine[mine // height == shard]
-            if config.k_granularity == 1:  # else rows stay in their groups
+            if whole:
+                came = order[(order // height == shard) & comes[order]]
+                mine = np.concatenate([came, mine[~comes[mine]]])
+            elif config.k_granularity == 1:  # else rows stay in their groups
                 parts = mine[comes[mine]], mine[~comes[mine]]
                 mine = np.concatenate(
                     [p[best_fours(matrix.scores[np.ix_(p, tile)])] for p in parts]
@@ -424,10 +428,17 @@ def _fours_of(
     return Mask(kept=kept, tiled=mask, fours=fours)
 
 
-def _ordered(tiled: Bool[np.ndarray, "K N"], tile: int) -> Int[np.ndarray, " C"]:
-    """The columns of the tiles, tile by tile."""
-    columns = tile_columns(tiled, tile, "tw")
-    return np.arange(tiled.shape[1]) if columns is None else columns
+def _ordered(
+    tiled: Bool[np.ndarray, "K N"], shards: int, tile: int
+) -> Int[np.ndarray, " C"]:
+    """The columns of the tiles, tile by tile, one shard after the other."""
+    part = tiled.shape[1] // shards
+    found = []
+    for shard, mine in enumerate(np.split(tiled, shards, 1)):
+        columns = tile_columns(mine, tile, "tw")
+        columns = np.arange(part) if columns is None else columns
+        found.append(part * shard + columns)
+    return np.concatenate(found)
 
 
 def _balance(
