@@ -28,7 +28,8 @@ The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
 With tw24 steps 1 and 2 keep twice as much. Of each column of a tile the best two of
 every four kept rows then stay, and up to two of a last four of fewer rows. Which rows
 are a four is searched for each tile (`best_fours`). A matrix of which all tiles keep
-all rows has its fours in order, as plain 2:4 does: its kernel then need not gather.
+all rows has its fours in order, as plain 2:4 does: its kernel then need not gather. If
+a feed-forward network makes its inputs, it makes them in an order of good fours.
 
 A-priori tuning: the paper uses element-wise pruning to find important units. The
 authors' code does not contain that step, so this is our definition: element-wise
@@ -355,28 +356,49 @@ def _two_four_in_tiles(
     together: dict[str, list[np.ndarray]] = {}
     for matrix, mask in zip(matrices, whole, strict=True):
         together.setdefault(matrix.shares or matrix.name, []).append(mask)
-    wide = {name: np.concatenate(masks) for name, masks in together.items()}
     first = {matrix.name: matrix.shares or matrix.name for matrix in matrices}
+    columns = {
+        first[m.name]: _ordered(np.concatenate(together[first[m.name]]), m, config)
+        for m in matrices
+    }
+    # Gate and up: a feature is kept by both or left out.
+    comes = {
+        name: np.logical_and.reduce([mask.any(0) for mask in masks])
+        for name, masks in together.items()
+    }
+    fed = [first.get(matrix.fed_by or "") for matrix in matrices]
+    for matrix, mask, source in zip(matrices, whole, fed, strict=True):
+        if source is None or config.k_granularity > 1:
+            continue
+        # The features of a tile come in any order: in that of good fours, if nothing
+        # else is to choose them.
+        own = columns[first[matrix.name]]
+        if mask[np.ix_(columns[source], own)].all():
+            mine = matrix.scores[:, own]
+            parts = columns[source].reshape(-1, config.tile)
+            columns[source] = np.concatenate([p[best_fours(mine[p])] for p in parts])
     # Numpy works outside of the interpreter's lock, but more threads wait for it.
     with ThreadPoolExecutor(8) as pool:
         return [
             _fours_of(
                 matrix,
                 mask,
-                wide[first[matrix.name]],
-                together[first[matrix.fed_by]] if matrix.fed_by in first else None,
+                columns[first[matrix.name]],
+                None
+                if source is None
+                else columns[source][comes[source][columns[source]]],
                 config,
                 pool,
             )
-            for matrix, mask in zip(matrices, whole, strict=True)
+            for matrix, mask, source in zip(matrices, whole, fed, strict=True)
         ]
 
 
 def _fours_of(
     matrix: Matrix,
     mask: Bool[np.ndarray, "K N"],
-    wide: Bool[np.ndarray, "W N"],
-    feeder: Sequence[Bool[np.ndarray, "V K"]] | None,
+    columns: Int[np.ndarray, " C"],
+    inputs: Int[np.ndarray, " I"] | None,
     config: PruneConfig,
     pool: Executor,
 ) -> Mask:
@@ -385,22 +407,17 @@ def _fours_of(
     Args:
         matrix: The matrix.
         mask: The rows that its tiles keep.
-        wide: With the masks of what shares its columns.
-        feeder: The masks of what makes its input features, if columns go.
+        columns: The columns of its tiles, tile by tile.
+        inputs: The input features that come, in order, if another matrix makes them.
         config: Pattern and tile.
         pool: What tiles are computed by.
     """
-    height, width = len(mask) // matrix.row_shards, mask.shape[1]
-    part = width // matrix.column_shards
-    tiles = _ordered(wide, matrix.column_shards, config.tile).reshape(-1, config.tile)
+    height = len(mask) // matrix.row_shards
+    tiles = columns.reshape(-1, config.tile)
     # Features that do not come but are kept, if too few come, are left out later.
-    comes = np.ones(len(mask), np.bool_)
-    for source in feeder or ():  # gate and up: a feature is kept by both or left out
-        comes &= source.any(0)
-    order = np.arange(len(mask))
-    if feeder is not None:
-        order = _ordered(np.concatenate(feeder), matrix.row_shards, config.tile)
-    whole = mask[np.ix_(order[comes[order]], tiles[:, 0])].all()
+    order = np.arange(len(mask)) if inputs is None else inputs
+    comes = np.isin(np.arange(len(mask)), order)
+    whole = mask[np.ix_(order, columns)].all()
     fours = Fours.none(mask.shape, config.tile)
     kept = np.zeros_like(mask)
 
@@ -411,7 +428,7 @@ def _fours_of(
             mine = np.flatnonzero(mask[:, tile[0]])
             mine = mine[mine // height == shard]
             if whole:
-                came = order[(order // height == shard) & comes[order]]
+                came = order[order // height == shard]
                 mine = np.concatenate([came, mine[~comes[mine]]])
             elif config.k_granularity == 1:  # else rows stay in their groups
                 parts = mine[comes[mine]], mine[~comes[mine]]
@@ -429,13 +446,19 @@ def _fours_of(
 
 
 def _ordered(
-    tiled: Bool[np.ndarray, "K N"], shards: int, tile: int
+    tiled: Bool[np.ndarray, "K N"], matrix: Matrix, config: PruneConfig
 ) -> Int[np.ndarray, " C"]:
-    """The columns of the tiles, tile by tile, one shard after the other."""
-    part = tiled.shape[1] // shards
+    """The columns of the tiles of a matrix, tile by tile, one shard after the other.
+
+    Args:
+        tiled: What its tiles keep, with what shares its columns.
+        matrix: The matrix.
+        config: Pattern and tile.
+    """
+    part = tiled.shape[1] // matrix.column_shards
     found = []
-    for shard, mine in enumerate(np.split(tiled, shards, 1)):
-        columns = tile_columns(mine, tile, "tw")
+    for shard, mine in enumerate(np.split(tiled, matrix.column_shards, 1)):
+        columns = tile_columns(mine, config.tile, "tw")
         columns = np.arange(part) if columns is None else columns
         found.append(part * shard + columns)
     return np.concatenate(found)
