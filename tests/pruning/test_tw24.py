@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,29 @@ def test_compressed_layers_compute_what_the_masks_keep(separate):
     want = pruning.apply_masks(model, masks)(tokens)
     for pruned in (sparse, compressed):
         assert relative_error(pruned(tokens), want) < 1e-5
+
+
+def test_layers_that_keep_all_rows_need_no_gather():
+    """Their fours are those of the inputs in order; hidden features are put in one."""
+    model = small_model()
+    masks, scores = masks_of(model, sparsity=0.5)
+    compressed = pruning.sparsify(model, masks, compress=True)
+    for name in masks:
+        layer = operator.attrgetter(name)(compressed)
+        assert layer.granularity == 64 and layer.equal_counts
+    tokens = jnp.arange(12).reshape(1, 12) % 64
+    want = pruning.apply_masks(model, masks)(tokens)
+    assert relative_error(compressed(tokens), want) < 1e-5
+    down = "blocks.mlp.down"
+    own = scores[down][0]
+    found, plain = masks.kept[down][0], two_of_four(own)
+    assert found.sum() == plain.sum()
+    assert own[~found].sum() < 0.95 * own[~plain].sum()
+    # A quarter of the rows go: those of the layers that lose some are gathered.
+    compressed = pruning.sparsify(
+        model, masks_of(model, sparsity=0.625)[0], compress=True
+    )
+    assert compressed.blocks.mlp.up.granularity == 1
 
 
 @pytest.mark.parametrize(
