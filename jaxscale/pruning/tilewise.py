@@ -28,8 +28,9 @@ The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
 With tw24 steps 1 and 2 keep twice as much. Of each column of a tile the best two of
 every four kept rows then stay, and up to two of a last four of fewer rows. Which rows
 are a four is searched for each tile (`best_fours`). A matrix of which all tiles keep
-all rows has its fours in order, as plain 2:4 does: its kernel then need not gather. If
-a feed-forward network makes its inputs, it makes them in an order of good fours.
+all rows has its fours in order, as plain 2:4 does: its kernel then need not gather. It
+keeps all if it would have kept 63 of 64, a little more than asked for. If a
+feed-forward network makes its inputs, it makes them in an order of good fours.
 
 A-priori tuning: the paper uses element-wise pruning to find important units. The
 authors' code does not contain that step, so this is our definition: element-wise
@@ -367,16 +368,26 @@ def _two_four_in_tiles(
         for name, masks in together.items()
     }
     fed = [first.get(matrix.fed_by or "") for matrix in matrices]
+    filled = []
     for matrix, mask, source in zip(matrices, whole, fed, strict=True):
-        if source is None or config.k_granularity > 1:
-            continue
+        own = columns[first[matrix.name]]
+        come = np.arange(len(mask))
+        if source is not None:
+            come = columns[source][comes[source][columns[source]]]
+        mask = _filled(matrix, mask, np.ix_(come, own))
+        filled.append(mask)
         # The features of a tile come in any order: in that of good fours, if nothing
         # else is to choose them.
-        own = columns[first[matrix.name]]
-        if mask[np.ix_(columns[source], own)].all():
+        free = source is not None and config.k_granularity == 1
+        if free and mask[np.ix_(columns[source], own)].all():
             mine = matrix.scores[:, own]
             parts = columns[source].reshape(-1, config.tile)
-            columns[source] = np.concatenate([p[best_fours(mine[p])] for p in parts])
+            ordered = [part[best_fours(mine[part])] for part in parts]
+            columns[source] = np.concatenate(ordered)
+    inputs = [
+        None if source is None else columns[source][comes[source][columns[source]]]
+        for source in fed
+    ]
     # Numpy works outside of the interpreter's lock, but more threads wait for it.
     with ThreadPoolExecutor(8) as pool:
         return [
@@ -384,14 +395,29 @@ def _two_four_in_tiles(
                 matrix,
                 mask,
                 columns[first[matrix.name]],
-                None
-                if source is None
-                else columns[source][comes[source][columns[source]]],
+                order,
                 config,
                 pool,
             )
-            for matrix, mask, source in zip(matrices, whole, fed, strict=True)
+            for matrix, mask, order in zip(matrices, filled, inputs, strict=True)
         ]
+
+
+_NEARLY_ALL = 63 / 64
+"""A share of rows from which keeping the others, too, costs less than to gather."""
+
+
+def _filled(
+    matrix: Matrix, mask: Bool[np.ndarray, "K N"], part: tuple[np.ndarray, ...]
+) -> Bool[np.ndarray, "K N"]:
+    """The rows that tiles keep: all of those in `part`, if it lacks few of them."""
+    kept, before = mask[part], matrix.previous_tiled
+    gone = before is not None and not before[part].all()
+    if gone or kept.sum() < _NEARLY_ALL * kept.size:
+        return mask
+    mask = mask.copy()
+    mask[part] = True
+    return mask
 
 
 def _fours_of(

@@ -15,6 +15,8 @@ from jaxscale import pruning
 from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.pruning import PruneConfig
 from jaxscale.pruning.fours import best_fours, two_of_four
+from jaxscale.pruning.matrix import Matrix
+from jaxscale.pruning.tilewise import make_masks
 from jaxscale.sharding import make_mesh, preset
 from jaxscale.training import Checkpointer, TrainState
 from pallas_kernels.tile_sparse_matmul import TileSparse24
@@ -116,6 +118,21 @@ def test_the_best_two_of_four_kept_rows_stay():
             best = np.argsort(np.argsort(-own, 0, kind="stable"), 0) < 2
             np.testing.assert_array_equal(kept[np.ix_(four, columns)], best)
     assert not (kept & ~tiled).any()
+
+
+def test_layers_that_keep_nearly_all_rows_keep_all():
+    scores = 1 + np.random.default_rng(0).random((128, 128))
+    matrix = Matrix(name="one", scores=scores)
+    config = PruneConfig(pattern="tw24", tile=64, sparsity=0.505)
+    (tiles,) = make_masks([matrix], config.whole_rows)
+    assert 0.98 < tiles.tiled.mean() < 1
+    (found,) = make_masks([matrix], config)
+    assert found.tiled.all() and found.fours is not None
+    for rows in found.fours.rows:
+        np.testing.assert_array_equal(rows, np.arange(128))
+    np.testing.assert_array_equal(found.kept, two_of_four(scores))
+    (found,) = make_masks([matrix], dataclasses.replace(config, sparsity=0.52))
+    assert not found.tiled.all()
 
 
 def test_rows_that_all_columns_need_do_not_meet():
