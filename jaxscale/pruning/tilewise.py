@@ -27,10 +27,10 @@ The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
 
 With tw24 steps 1 and 2 keep twice as much. Of each column of a tile the best two of
 every four kept rows then stay, and up to two of a last four of fewer rows. Which rows
-are a four is searched for each tile (`best_fours`). A matrix of which all tiles keep
-all rows has its fours in order, as plain 2:4 does: its kernel then need not gather. It
-keeps all if it would have kept 63 of 64, a little more than asked for. If a
-feed-forward network makes its inputs, it makes them in an order of good fours.
+are a four is searched for each tile (`best_fours`). With ``fours_in_order`` a matrix of
+which all tiles keep all rows has its fours in order, as plain 2:4 does: its kernel then
+need not gather. It keeps all if it would have kept 63 of 64, a little more than asked
+for. If a feed-forward network makes its inputs, they come in an order of good fours.
 
 A-priori tuning: the paper uses element-wise pruning to find important units. The
 authors' code does not contain that step, so this is our definition: element-wise
@@ -374,12 +374,15 @@ def _two_four_in_tiles(
         come = np.arange(len(mask))
         if source is not None:
             come = columns[source][comes[source][columns[source]]]
-        mask = _filled(matrix, mask, np.ix_(come, own))
+        if config.fours_in_order:
+            mask = _filled(matrix, mask, np.ix_(come, own))
         filled.append(mask)
         # The features of a tile come in any order: in that of good fours, if nothing
         # else is to choose them.
-        free = source is not None and config.k_granularity == 1
-        if free and mask[np.ix_(columns[source], own)].all():
+        free = config.fours_in_order and config.k_granularity == 1
+        if source is None or not free:
+            continue
+        if mask[np.ix_(columns[source], own)].all():
             mine = matrix.scores[:, own]
             parts = columns[source].reshape(-1, config.tile)
             ordered = [part[best_fours(mine[part])] for part in parts]
@@ -443,7 +446,7 @@ def _fours_of(
     # Features that do not come but are kept, if too few come, are left out later.
     order = np.arange(len(mask)) if inputs is None else inputs
     comes = np.isin(np.arange(len(mask)), order)
-    whole = mask[np.ix_(order, columns)].all()
+    whole = config.fours_in_order and mask[np.ix_(order, columns)].all()
     fours = Fours.none(mask.shape, config.tile)
     kept = np.zeros_like(mask)
 
