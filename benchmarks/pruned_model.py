@@ -55,7 +55,7 @@ from jaxscale.nn import TileSparseLinear
 from jaxscale.nn.linear import Linear
 from jaxscale.pruning.layers import linears, replace_linears
 from pallas_kernels.tile_sparse_matmul import TileSparse
-from pallas_kernels.tile_sparse_matmul.format_24 import random_24
+from pallas_kernels.tile_sparse_matmul.format_24 import BLOCK, random_24
 
 
 FILE = pathlib.Path(__file__).parent / "pruned_model.json"
@@ -100,6 +100,9 @@ class Part:
     """So much is kept that the layer stays dense."""
     two_of_four: bool = False
     """Two of four weights are kept inside the rows of tiles."""
+    granularity: int = 1
+    """Rows are kept in aligned groups of so many: 64 where a layer keeps all, in order,
+    and nothing is gathered."""
 
     @property
     def kept(self) -> float:
@@ -137,11 +140,12 @@ class Part:
         """Random values where a mask keeps some, the same mask for every seed."""
         rng = np.random.default_rng(0)
         counts = np.array(self.counts, np.int32)
-        unit = 64
+        unit, own = 64, self.granularity
         room = -(-counts.max(initial=1) // unit) * unit
         rows = np.zeros((len(counts), room), np.int32)  # [T, P]
         for t, count in enumerate(counts):
-            found = np.sort(rng.permutation(self.inputs)[:count])
+            groups = rng.permutation(self.inputs // own)[: count // own]
+            found = np.sort((groups[:, None] * own + np.arange(own)).ravel())
             rows[t, :count] = found
             rows[t, count:] = found[-1] if count else 0
         width = len(counts) * self.tile
@@ -157,6 +161,7 @@ class Part:
             jnp.asarray(counts),
             columns,
             shape=(self.inputs, width if self.packed else self.shape[1]),
+            granularity=self.granularity,
         )
         if self.two_of_four:
             return random_24(w, jax.random.key(seed, impl="rbg"))
@@ -470,9 +475,15 @@ def untrained() -> dict[str, Any]:
 
 def parts_of(model: Any, masks: pruning.Masks) -> list[dict[str, dict[str, Any]]]:
     """What `sparsify` keeps of the matrices of each block, and which stay dense."""
-    sparse = pruning.sparsify(model, masks, dense_above=1.0, separate=True)
-    masks = masks.separated()
     compressed = masks.config.pattern == "tw24"  # for which no layer is too full
+    sparse = pruning.sparsify(
+        model,
+        masks,
+        dense_above=1.0,
+        separate=True,
+        compress=compressed and masks.config.tile % BLOCK == 0,
+    )
+    masks = masks.separated()
     dense = [] if compressed else pruning.dense_layers(unstacked(model), masks)
     found: list[dict[str, dict[str, Any]]] = [{} for _ in sparse.blocks]
     for name in masks:
@@ -485,6 +496,7 @@ def parts_of(model: Any, masks: pruning.Masks) -> list[dict[str, dict[str, Any]]
             "counts": layer.counts[0].tolist(),
             "weights": int(np.count_nonzero(layer.values[...])),
             "dense": name in dense,
+            "granularity": layer.granularity,
         }
     return found
 

@@ -25,12 +25,13 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "tew_permuted": {"pattern": "tew", "single_fraction": 0.1},
     "tile_wise_bounded": {"pattern": "tw", "bounded": True},
     "tew_bounded": {"pattern": "tew", "single_fraction": 0.03, "bounded": True},
-    "tile_24": {"pattern": "tw24"},
-    "tile_24_bounded": {"pattern": "tw24", "bounded": True},
+    "tile_24": {"pattern": "tw24", "fours_in_order": False},
+    "tile_24_bounded": {"pattern": "tw24", "fours_in_order": False, "bounded": True},
 }
 """Settings of `pruning.PruneConfig` by Taylor scores; `narrow` has half the columns in
 a tile, and each layer of `bounded` keeps at least 0.6 of the mean share: between 2:4,
-which prunes all alike, and a ranking of all that prunes a layer as it likes."""
+which prunes all alike, and a ranking of all that prunes a layer as it likes. Tiles
+times 2:4 gather in every layer."""
 
 SCORES: dict[str, dict[str, Any]] = {
     "magnitude": {"score": "magnitude"},

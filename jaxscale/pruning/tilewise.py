@@ -27,7 +27,10 @@ The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
 
 With tw24 steps 1 and 2 keep twice as much. Of each column of a tile the best two of
 every four kept rows then stay, and up to two of a last four of fewer rows. Which rows
-are a four is searched for each tile (`best_fours`).
+are a four is searched for each tile (`best_fours`). With ``fours_in_order`` a matrix of
+which all tiles keep all rows has its fours in order, as plain 2:4 does: its kernel then
+need not gather. It keeps all if it would have kept 63 of 64, a little more than asked
+for. If a feed-forward network makes its inputs, they come in an order of good fours.
 
 A-priori tuning: the paper uses element-wise pruning to find important units. The
 authors' code does not contain that step, so this is our definition: element-wise
@@ -354,28 +357,77 @@ def _two_four_in_tiles(
     together: dict[str, list[np.ndarray]] = {}
     for matrix, mask in zip(matrices, whole, strict=True):
         together.setdefault(matrix.shares or matrix.name, []).append(mask)
-    wide = {name: np.concatenate(masks) for name, masks in together.items()}
     first = {matrix.name: matrix.shares or matrix.name for matrix in matrices}
+    columns = {
+        first[m.name]: _ordered(np.concatenate(together[first[m.name]]), m, config)
+        for m in matrices
+    }
+    # Gate and up: a feature is kept by both or left out.
+    comes = {
+        name: np.logical_and.reduce([mask.any(0) for mask in masks])
+        for name, masks in together.items()
+    }
+    fed = [first.get(matrix.fed_by or "") for matrix in matrices]
+    filled = []
+    for matrix, mask, source in zip(matrices, whole, fed, strict=True):
+        own = columns[first[matrix.name]]
+        come = np.arange(len(mask))
+        if source is not None:
+            come = columns[source][comes[source][columns[source]]]
+        if config.fours_in_order:
+            mask = _filled(matrix, mask, np.ix_(come, own))
+        filled.append(mask)
+        # The features of a tile come in any order: in that of good fours, if nothing
+        # else is to choose them.
+        free = config.fours_in_order and config.k_granularity == 1
+        if source is None or not free:
+            continue
+        if mask[np.ix_(columns[source], own)].all():
+            mine = matrix.scores[:, own]
+            parts = columns[source].reshape(-1, config.tile)
+            ordered = [part[best_fours(mine[part])] for part in parts]
+            columns[source] = np.concatenate(ordered)
+    inputs = [
+        None if source is None else columns[source][comes[source][columns[source]]]
+        for source in fed
+    ]
     # Numpy works outside of the interpreter's lock, but more threads wait for it.
     with ThreadPoolExecutor(8) as pool:
         return [
             _fours_of(
                 matrix,
                 mask,
-                wide[first[matrix.name]],
-                together[first[matrix.fed_by]] if matrix.fed_by in first else None,
+                columns[first[matrix.name]],
+                order,
                 config,
                 pool,
             )
-            for matrix, mask in zip(matrices, whole, strict=True)
+            for matrix, mask, order in zip(matrices, filled, inputs, strict=True)
         ]
+
+
+_NEARLY_ALL = 63 / 64
+"""A share of rows from which keeping the others, too, costs less than to gather."""
+
+
+def _filled(
+    matrix: Matrix, mask: Bool[np.ndarray, "K N"], part: tuple[np.ndarray, ...]
+) -> Bool[np.ndarray, "K N"]:
+    """The rows that tiles keep: all of those in `part`, if it lacks few of them."""
+    kept, before = mask[part], matrix.previous_tiled
+    gone = before is not None and not before[part].all()
+    if gone or kept.sum() < _NEARLY_ALL * kept.size:
+        return mask
+    mask = mask.copy()
+    mask[part] = True
+    return mask
 
 
 def _fours_of(
     matrix: Matrix,
     mask: Bool[np.ndarray, "K N"],
-    wide: Bool[np.ndarray, "W N"],
-    feeder: Sequence[Bool[np.ndarray, "V K"]] | None,
+    columns: Int[np.ndarray, " C"],
+    inputs: Int[np.ndarray, " I"] | None,
     config: PruneConfig,
     pool: Executor,
 ) -> Mask:
@@ -384,22 +436,17 @@ def _fours_of(
     Args:
         matrix: The matrix.
         mask: The rows that its tiles keep.
-        wide: With the masks of what shares its columns.
-        feeder: The masks of what makes its input features, if columns go.
+        columns: The columns of its tiles, tile by tile.
+        inputs: The input features that come, in order, if another matrix makes them.
         config: Pattern and tile.
         pool: What tiles are computed by.
     """
-    height, width = len(mask) // matrix.row_shards, mask.shape[1]
-    part = width // matrix.column_shards
-    columns = [
-        part * shard + _ordered(mine, config.tile)
-        for shard, mine in enumerate(np.split(wide, matrix.column_shards, 1))
-    ]
-    tiles = np.concatenate(columns).reshape(-1, config.tile)
+    height = len(mask) // matrix.row_shards
+    tiles = columns.reshape(-1, config.tile)
     # Features that do not come but are kept, if too few come, are left out later.
-    comes = np.ones(len(mask), np.bool_)
-    for source in feeder or ():  # gate and up: a feature is kept by both or left out
-        comes &= source.any(0)
+    order = np.arange(len(mask)) if inputs is None else inputs
+    comes = np.isin(np.arange(len(mask)), order)
+    whole = config.fours_in_order and mask[np.ix_(order, columns)].all()
     fours = Fours.none(mask.shape, config.tile)
     kept = np.zeros_like(mask)
 
@@ -409,7 +456,10 @@ def _fours_of(
         for shard in range(matrix.row_shards):
             mine = np.flatnonzero(mask[:, tile[0]])
             mine = mine[mine // height == shard]
-            if config.k_granularity == 1:  # else rows stay in their groups
+            if whole:
+                came = order[order // height == shard]
+                mine = np.concatenate([came, mine[~comes[mine]]])
+            elif config.k_granularity == 1:  # else rows stay in their groups
                 parts = mine[comes[mine]], mine[~comes[mine]]
                 mine = np.concatenate(
                     [p[best_fours(matrix.scores[np.ix_(p, tile)])] for p in parts]
@@ -424,10 +474,23 @@ def _fours_of(
     return Mask(kept=kept, tiled=mask, fours=fours)
 
 
-def _ordered(tiled: Bool[np.ndarray, "K N"], tile: int) -> Int[np.ndarray, " C"]:
-    """The columns of the tiles, tile by tile."""
-    columns = tile_columns(tiled, tile, "tw")
-    return np.arange(tiled.shape[1]) if columns is None else columns
+def _ordered(
+    tiled: Bool[np.ndarray, "K N"], matrix: Matrix, config: PruneConfig
+) -> Int[np.ndarray, " C"]:
+    """The columns of the tiles of a matrix, tile by tile, one shard after the other.
+
+    Args:
+        tiled: What its tiles keep, with what shares its columns.
+        matrix: The matrix.
+        config: Pattern and tile.
+    """
+    part = tiled.shape[1] // matrix.column_shards
+    found = []
+    for shard, mine in enumerate(np.split(tiled, matrix.column_shards, 1)):
+        columns = tile_columns(mine, config.tile, "tw")
+        columns = np.arange(part) if columns is None else columns
+        found.append(part * shard + columns)
+    return np.concatenate(found)
 
 
 def _balance(

@@ -106,6 +106,9 @@ class TileSparse24:
     ) -> "TileSparse24":
         """Compresses a weight, stacked ones too; runs on the host.
 
+        Where all tiles keep their rows in aligned groups of 64, in order, as where they
+        keep all, the granularity becomes 64: the kernel then gathers nothing.
+
         Args:
             w: weight of tiles whose columns are a multiple of 64. Each column has at
                 most two nonzeros among the kept rows 4 i to 4 i + 3 of its tile.
@@ -123,6 +126,7 @@ class TileSparse24:
             )
         if rows is not None:
             w = _reordered(w, rows)
+        w = _in_groups(w)
         values = np.asarray(w.values)
         *lead, room, columns = values.shape
         fours = np.swapaxes(values, -1, -2).reshape(-1, columns, room // 4, 4)
@@ -305,6 +309,20 @@ def _reordered(w: TileSparse, rows: Int[np.ndarray, "*layers T R"]) -> TileSpars
     (_, _, *others), static = w.tree_flatten_with_keys()
     leaves = jnp.asarray(values), jnp.asarray(np.where(kept, found, last))
     return TileSparse.tree_unflatten(static, (*leaves, *(leaf for _, leaf in others)))
+
+
+def _in_groups(w: TileSparse) -> TileSparse:
+    """The weight with granularity 64, if its rows allow it."""
+    rows, counts = np.asarray(w.rows), np.asarray(w.counts)
+    places = np.arange(w.room)
+    starts = rows[..., places // STEP * STEP]
+    aligned = (rows == starts + places % STEP) & (starts % STEP == 0)
+    whole = (counts % STEP == 0).all() and w.shape[0] % STEP == 0
+    if not whole or not (aligned | (places >= counts[..., None])).all():
+        return w
+    leaves, (shape, _, *static) = w.tree_flatten_with_keys()
+    kept = [leaf for _, leaf in leaves]
+    return TileSparse.tree_unflatten((shape, STEP, *static), kept)
 
 
 def replace_values(w: TileSparse, values: Any) -> TileSparse:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from jaxscale import pruning
 from jaxscale.models import Decoder, DecoderConfig
 from jaxscale.pruning import PruneConfig
 from jaxscale.pruning.fours import best_fours, two_of_four
+from jaxscale.pruning.matrix import Matrix
+from jaxscale.pruning.tilewise import make_masks
 from jaxscale.sharding import make_mesh, preset
 from jaxscale.training import Checkpointer, TrainState
 from pallas_kernels.tile_sparse_matmul import TileSparse24
@@ -60,6 +63,31 @@ def test_compressed_layers_compute_what_the_masks_keep(separate):
         assert relative_error(pruned(tokens), want) < 1e-5
 
 
+def test_layers_that_keep_all_rows_need_no_gather():
+    """Their fours are those of the inputs in order; hidden features are put in one."""
+    model = small_model()
+    masks, scores = masks_of(model, sparsity=0.5)
+    compressed = pruning.sparsify(model, masks, compress=True)
+    for name in masks:
+        layer = operator.attrgetter(name)(compressed)
+        assert layer.granularity == 64 and layer.equal_counts
+    tokens = jnp.arange(12).reshape(1, 12) % 64
+    want = pruning.apply_masks(model, masks)(tokens)
+    assert relative_error(compressed(tokens), want) < 1e-5
+    down = "blocks.mlp.down"
+    own = scores[down][0]
+    found, plain = masks.kept[down][0], two_of_four(own)
+    assert found.sum() == plain.sum()
+    assert own[~found].sum() < 0.95 * own[~plain].sum()
+    searched, _ = masks_of(model, sparsity=0.5, fours_in_order=False)
+    assert own[~searched.kept[down][0]].sum() < 0.99 * own[~found].sum()
+    # A quarter of the rows go: those of the layers that lose some are gathered.
+    compressed = pruning.sparsify(
+        model, masks_of(model, sparsity=0.625)[0], compress=True
+    )
+    assert compressed.blocks.mlp.up.granularity == 1
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"shards": 2}, {"k_granularity": 8}, {"permute": False, "equal_work": True}],
@@ -92,6 +120,21 @@ def test_the_best_two_of_four_kept_rows_stay():
             best = np.argsort(np.argsort(-own, 0, kind="stable"), 0) < 2
             np.testing.assert_array_equal(kept[np.ix_(four, columns)], best)
     assert not (kept & ~tiled).any()
+
+
+def test_layers_that_keep_nearly_all_rows_keep_all():
+    scores = 1 + np.random.default_rng(0).random((128, 128))
+    matrix = Matrix(name="one", scores=scores)
+    config = PruneConfig(pattern="tw24", tile=64, sparsity=0.505)
+    (tiles,) = make_masks([matrix], config.whole_rows)
+    assert 0.98 < tiles.tiled.mean() < 1
+    (found,) = make_masks([matrix], config)
+    assert found.tiled.all() and found.fours is not None
+    for rows in found.fours.rows:
+        np.testing.assert_array_equal(rows, np.arange(128))
+    np.testing.assert_array_equal(found.kept, two_of_four(scores))
+    (found,) = make_masks([matrix], dataclasses.replace(config, sparsity=0.52))
+    assert not found.tiled.all()
 
 
 def test_rows_that_all_columns_need_do_not_meet():

@@ -201,7 +201,48 @@ def test_public_call_on_any_device(layout):
     assert relative_error(y, ACTIVATIONS["silu"](want)) < RELATIVE[BF16]
 
 
-def program(devices, tokens, inputs, room, outputs, tile, config, dtype, uneven):
+def changed(kept, granularity, rows):
+    """A pattern that says something else."""
+    (values, _, *others), (shape, _, *static) = kept.tree_flatten_with_keys()
+    leaves = values[1], rows, *(leaf for _, leaf in others)
+    return TileSparse.tree_unflatten((shape, granularity, *static), leaves)
+
+
+@pytest.mark.parametrize(
+    ("counts", "whole"), [([256, 256], True), ([256, 64], False), ([256, 0], False)]
+)
+def test_rows_in_aligned_groups_are_not_gathered(monkeypatch, counts, whole):
+    monkeypatch.setattr(mosaic_gpu, "gather_rows", None)
+    _, dense = random_24(256, 256, 128, [256, 256])
+    mask = np.ones((256, 256), bool)
+    mask[counts[1] :, 128:] = False
+    dense = np.where(mask, dense, 0)
+    plain = TileSparse.from_dense(np.asarray(dense, BF16), mask, tile=128)
+    w = TileSparse24.compress(plain)
+    assert w.pattern.granularity == 64 and plain.granularity == 1
+    # With all rows kept the kernel need not read which they are.
+    unread = jnp.full_like(w.pattern.rows, 2**30) if whole else w.pattern.rows
+    read = dataclasses.replace(w, pattern=changed(w.pattern, 64, unread))
+    gathered = dataclasses.replace(w, pattern=changed(w.pattern, 1, w.pattern.rows))
+    x = normal(1, (256, 64))
+    run = functools.partial(
+        mosaic_gpu.tile_sparse_matmul,
+        feature_major=(True, True),
+        config=SMALL,
+        device=dataclasses.replace(H200, num_sms=1),
+    )
+    with interpret_mosaic_gpu(detect_races=True):
+        y = run(x, read)
+        # The same products in the same order as of gathered rows: the same bits.
+        monkeypatch.undo()
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(run(x, gathered)))
+    want = dense.T @ np.asarray(x, np.float32)
+    assert relative_error(np.asarray(y), want) < RELATIVE[BF16]
+
+
+def program(
+    devices, tokens, inputs, room, outputs, tile, config, dtype, uneven, rows=1
+):
     """The kernel of a shape, and its arguments, for `compile_for_h200`."""
     tiles = outputs // tile
     where = SingleDeviceSharding(devices[0])
@@ -214,7 +255,7 @@ def program(devices, tokens, inputs, room, outputs, tile, config, dtype, uneven)
         None,
         shape((tiles,), jnp.int32) if uneven else None,
     )
-    static = ((inputs, outputs), 1, not uneven, None)
+    static = ((inputs, outputs), rows, not uneven, None)
     w = TileSparse24(
         values=shape((tiles, tile, room // 2), dtype),
         metadata=shape((tiles, tile // 64, room // 64, 128), jnp.int32),
@@ -234,11 +275,12 @@ def program(devices, tokens, inputs, room, outputs, tile, config, dtype, uneven)
 
 @pytest.mark.parametrize(
     "case",
-    [  # tokens, inputs, room, outputs, tile, config, type, uneven
+    [  # tokens, inputs, room, outputs, tile, config, type, uneven, granularity
         (4096, 4096, 2048, 14336, 128, None, "bfloat16", False),
         (4096, 4096, 2048, 4096, 128, None, "float16", True),
         (4096, 4096, 2048, 4096, 256, None, "bfloat16", True),
         (64, 4096, 2048, 4096, 64, None, "bfloat16", True),
+        (4096, 4096, 4096, 14336, 128, None, "bfloat16", False, 64),
     ],
 )
 def test_kernel_compiles_for_an_h200_without_spills_or_waits(case):
