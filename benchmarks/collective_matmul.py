@@ -58,7 +58,14 @@ from pallas_kernels.collective_matmul.config import (
     heuristic,
     in_order_of_k,
 )
+from pallas_kernels.collective_matmul.low_latency_gather import (
+    low_latency_all_gather_matmul,
+)
 from pallas_kernels.collective_matmul.specs import ROWS, SPECS, TENSOR_PARALLEL
+from pallas_kernels.collective_matmul.workspace import (
+    GatherWorkspace,
+    make_gather_workspace,
+)
 from pallas_kernels.matmul import MatmulConfig, matmul
 from pallas_kernels.mosaic import H200, DeviceSpec
 from pallas_kernels.scaled_matmul import quantize_fp8
@@ -281,6 +288,14 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
             )
             for config in in_order_of_k(local_problem(params), device)
         ]
+        found += [
+            collective(
+                name,
+                gather_without_barrier,
+                state=functools.partial(gather_workspace, params, push),
+            )
+            for name, push in (("low_latency", False), ("low_latency_push", True))
+        ]
     if kind == "all_reduce":
         found += [
             collective("xla_one_shot", xla, compiler_options=baselines.ONE_SHOT),
@@ -303,6 +318,30 @@ def workspace(params: Mapping[str, Any]) -> Workspace:
     return make_workspace(
         elements, jnp.dtype(jnp.bfloat16), axis_name=AXIS, device=device
     )
+
+
+def gather_workspace(params: Mapping[str, Any], push: bool) -> GatherWorkspace:
+    """What the calls of `gather_without_barrier` hand on."""
+    device = DeviceSpec.current()
+    if device is None:
+        raise NotImplementedError("the kernel needs an NVIDIA Hopper GPU")
+    return make_gather_workspace(
+        params["M"] // params["tp"],
+        params["K"],
+        jnp.dtype(jnp.bfloat16),
+        axis_name=AXIS,
+        device=device,
+        push=push,
+    )
+
+
+def gather_without_barrier(
+    handed_on: GatherWorkspace, x: jax.Array, w: jax.Array
+) -> Any:
+    """The fused kernel, with a workspace in the place of XLA's barrier."""
+    device = DeviceSpec.current()
+    assert device is not None
+    return low_latency_all_gather_matmul(x, w, handed_on, axis_name=AXIS, device=device)
 
 
 def low_latency(handed_on: Workspace, x: jax.Array, w: jax.Array) -> Any:
@@ -398,6 +437,7 @@ NAMES = (
     "auto",
     "order_of_k",
     "low_latency",
+    "low_latency_push",
     "matmul_only",
     "comm_only",
     "xla_nccl",
@@ -412,8 +452,9 @@ NAMES = (
 )
 
 KINDS = {
-    **dict.fromkeys(("order_of_k", "jax_sample"), ("all_gather",)),
-    **dict.fromkeys(("low_latency", "xla_one_shot"), ("all_reduce",)),
+    **dict.fromkeys(("order_of_k", "low_latency_push", "jax_sample"), ("all_gather",)),
+    "low_latency": ("all_gather", "all_reduce"),
+    "xla_one_shot": ("all_reduce",),
     **dict.fromkeys(
         ("xla_windowed", "fp8_mosaic_gpu", "fp8_xla"), ("all_gather", "reduce_scatter")
     ),

@@ -1,0 +1,259 @@
+"""Memory that peers write to, handed from call to call, so that none needs a barrier.
+
+A kernel that reaches into its peers depends on XLA for two things: semaphores, which
+XLA clears before each call, and a barrier over all devices, after which the operands
+of the peers are there. For few rows both together take longer than what they protect.
+A gather that gets a `GatherWorkspace` needs neither: it counts in two *sets* of
+counters that outlive the call, and calls use the sets in turn.
+
+Why two sets are enough. Call them e, e + 1, ... in the order in which all devices make
+them; call e uses set e mod 2. Two things could go wrong: a device might signal for call
+e + 2 to a peer that still counts call e in the same set, or that has not cleared it.
+
+- *All that is sent for call e has arrived when call e ends.* A device does not end it
+  before it has counted everything that peers send to it: all pieces of their rows where
+  they are written here; where rows are read from peers, the last signal of each of
+  their blocks, which comes after the block's others.
+- *Set e mod 2 is cleared in call e + 1*, by the first block and before it sends
+  anything. No signal of call e is on its way then, as just seen, and none of call
+  e + 2 before a peer has ended call e + 1. That needs all that the first block sends
+  in call e + 1, so it comes after the clearing: what a warp has written before it
+  releases a signal is seen by whoever acquires the signal, and by all that follows.
+- *Rows are read before others take their place.* Rows of call e + 2 are written where
+  those of call e were. A peer that writes them has ended call e + 1, and so has
+  received what this device sent in it, which this device began to send after it had
+  ended call e: kernels of one device follow each other.
+
+With one set a peer may be a call ahead of this device, and writes what it has not read.
+
+Which set is next stands in memory as well, so that a CUDA graph that is replayed goes
+on where the last replay ended. It alternates between 0 and 1 and never overflows.
+
+Axis letters: B leading axes, m rows of one device, K contraction; D devices.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.collective_matmul.communicator import peers, wait_for_signal
+from pallas_kernels.collective_matmul.layout import RowLayout
+from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.counters import (
+    await_from_warp,
+    clear_from_warp,
+    raise_from_warp,
+    toggle,
+)
+from pallas_kernels.mosaic.pipeline import proxy_fence
+
+
+Form = Literal["barrier", "pull", "push"]
+"""How rows are gathered: read from the peers after XLA's barrier, read once the peers
+have told that they are there, or written by the peers."""
+
+LEFT, READY, ARRIVED = range(3)
+"""Counters of a set: blocks of peers that read here no more; peers whose rows are
+there; from here on, pieces of rows that have arrived."""
+
+MOVER, PRODUCER = range(2)
+"""Warps of a block that each keep the number of the next set for themselves."""
+
+_STEP_BYTES = 1024
+"""The smallest steps in which rows of a peer come in the order of K."""
+
+
+class GatherWorkspace(NamedTuple):
+    """Memory of one device that its peers write to, for consecutive gathers.
+
+    Each call takes the workspace of the previous one, and all devices make the same
+    calls. Peers write to this very memory, so a program must use it linearly, without
+    copies, for example as the carry of a loop.
+    """
+
+    rows: jax.Array | None
+    """[2,B*D,m,K] by set: rows that peers write. None: they are read from the peers."""
+    counters: jax.Array
+    """int32 [2,count] by set."""
+    turns: jax.Array
+    """int32 [2,blocks], by warp and block: which set is next."""
+
+    @property
+    def form(self) -> Form:
+        """How a gather with this workspace is done."""
+        return "pull" if self.rows is None else "push"
+
+
+def make_gather_workspace(
+    rows: int,
+    depth: int,
+    dtype: jnp.dtype,
+    *,
+    axis_name: str,
+    device: DeviceSpec,
+    batch: int = 1,
+    push: bool = False,
+) -> GatherWorkspace:
+    """Makes a workspace for the gathers of a program, on all devices of an axis.
+
+    Its one signal comes after XLA's barrier: from then on the workspaces of all devices
+    are known to be there, and their counters to be zero.
+
+    Args:
+        rows: maximum number of rows of a device within one leading index.
+        depth: K; with `push` that of all calls.
+        dtype: type of the rows: bfloat16 or float16.
+        axis_name: mesh axis of the gathers.
+        device: the GPU that the kernel is built for.
+        batch: maximum number of leading axes; with `push` that of all calls.
+        push: peers write their rows here; else they are read from them.
+    """
+    devices = lax.axis_size(axis_name)
+    rows, depth = -(-rows // 8) * 8, -(-depth // 64) * 64
+    steps = -(-depth * jnp.dtype(dtype).itemsize // _STEP_BYTES)
+    count = ARRIVED + devices * batch * -(-rows // 128) * steps
+    workspace = GatherWorkspace(
+        jnp.zeros((2, batch * devices, rows, depth), dtype) if push else None,
+        jnp.zeros((2, count), jnp.int32),
+        jnp.zeros((2, device.num_sms), jnp.int32),
+    )
+
+    def body(counters: Ref, *rest: Ref) -> None:
+        del rest
+
+        # The first call uses set 0, and clears set 1.
+        def meet(_: jax.Array) -> None:
+            for _, peer in peers(axis_name, devices):
+                there = plgpu.remote_ref(counters, peer)
+                raise_from_warp(there.at[1, pl.ds(READY, 1)])
+            await_from_warp(counters.at[1, pl.ds(READY, 1)], devices - 1)
+
+        @plgpu.warp_map
+        def _warps(warp: jax.Array) -> None:
+            pl.when(warp == 0)(lambda: meet(warp))
+
+    refs = jax.tree.map(jax.new_ref, workspace)
+    others = [ref for ref in (refs.rows, refs.turns) if ref is not None]
+    plgpu.kernel(
+        body,
+        out_type=(),
+        grid=(1,),
+        grid_names=("block",),
+        kernel_name="begin_gathers",
+    )(refs.counters, *others)
+    return jax.tree.map(jax.freeze, refs)
+
+
+class Semaphores(NamedTuple):
+    """The signals of a call before which XLA clears semaphores and puts a barrier."""
+
+    layout: RowLayout
+    """Rows and devices."""
+    arrived: Ref
+    """Pieces of rows that have arrived here."""
+    left: Ref
+    """Blocks of peers that read here no more."""
+
+    @classmethod
+    def of(cls, layout: RowLayout, count: int) -> "Semaphores":
+        """Semaphores of a kernel: `count` for what arrives."""
+        kind = plgpu.SemaphoreType.REGULAR
+        return cls(layout, pl.get_global(kind((count,))), pl.get_global(kind))
+
+    def turn(self, warp: int) -> Scalar:
+        """There is one set."""
+        del warp
+        return jnp.int32(0)
+
+    def begin(self, turn: Scalar) -> None:
+        """Nothing is left to do after XLA's barrier."""
+
+    def arrive(self, turn: Scalar, index: Scalar, device: Any) -> None:
+        """Counts a piece that this device has read."""
+        del turn, device
+        plgpu.semaphore_signal(self.arrived.at[index], memory_scope="gpu")
+
+    def wait(self, turn: Scalar, index: Scalar, pieces: Scalar) -> None:
+        """Waits for pieces; copies of them may follow at once."""
+        del turn
+        wait_for_signal(self.arrived.at[index], pieces, "gpu")
+
+    def leave(self, turn: Scalar) -> None:
+        """What moves rows is done."""
+        del turn
+        self.layout.leave(self.left)
+
+    def finish(self) -> None:
+        """The consumers are done."""
+
+
+class Counters(NamedTuple):
+    """The signals of a call in the counters of a workspace."""
+
+    layout: RowLayout
+    """Rows and devices."""
+    push: bool
+    """Peers write their rows here; else they are read from them."""
+    counters: Ref
+    """`GatherWorkspace.counters`."""
+    turns: Ref
+    """`GatherWorkspace.turns`."""
+
+    def turn(self, warp: int) -> Scalar:
+        """The set of this call, as `MOVER` or `PRODUCER` of this block read it."""
+        return self.turns[warp, self.layout.block]
+
+    def begin(self, turn: Scalar) -> None:
+        """Clears the other set before anything is sent; rows to be read are there."""
+        first = self.layout.block == 0
+        pl.when(first)(lambda: clear_from_warp(self.counters.at[1 - turn]))
+        if not self.push:
+            pl.when(first)(lambda: self._tell(turn, READY))
+            self._wait(turn, READY, self.layout.devices - 1)
+
+    def arrive(self, turn: Scalar, index: Scalar, device: Any) -> None:
+        """Counts a piece that has come here, or that was written to a device."""
+        self._count(turn, ARRIVED + index, device)
+
+    def wait(self, turn: Scalar, index: Scalar, pieces: Scalar) -> None:
+        """Waits for pieces; copies of them may follow at once."""
+        self._wait(turn, ARRIVED + index, pieces)
+
+    def leave(self, turn: Scalar) -> None:
+        """What moves rows is done; where they are read, peers have read them too."""
+        if not self.push:
+            self._tell(turn, LEFT)
+            everyone = (self.layout.devices - 1) * self.layout.num_blocks
+            first = self.layout.block == 0
+            pl.when(first)(lambda: self._wait(turn, LEFT, everyone))
+        self._end(MOVER, "warp")
+
+    def finish(self) -> None:
+        """The consumers are done, and so the producer has read which set it is."""
+        first = lax.axis_index("warpgroup") == 0
+        pl.when(first)(lambda: self._end(PRODUCER, "warpgroup"))
+
+    def _tell(self, turn: Scalar, index: int) -> None:
+        for _, peer in peers(self.layout.axis_name, self.layout.devices):
+            self._count(turn, index, peer[self.layout.axis_name])
+
+    def _count(self, turn: Scalar, index: Scalar, device: Any) -> None:
+        counters = self.counters
+        if device is not None:
+            there: Any = {self.layout.axis_name: device}
+            counters = plgpu.remote_ref(counters, there)
+        scope = "gpu" if device is None else "sys"
+        raise_from_warp(counters.at[turn, pl.ds(index, 1)], scope)
+
+    def _wait(self, turn: Scalar, index: Scalar, value: Scalar) -> None:
+        await_from_warp(self.counters.at[turn, pl.ds(index, 1)], value)
+        proxy_fence()  # pyright: ignore[reportCallIssue]  (the context is passed)
+
+    def _end(self, who: int, readers: Literal["warp", "warpgroup"]) -> None:
+        number = self.turns.at[who, pl.ds(self.layout.block, 1)]
+        toggle(number, readers=readers)
