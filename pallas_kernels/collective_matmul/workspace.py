@@ -7,22 +7,22 @@ A gather that gets a `GatherWorkspace` needs neither: it counts in two *sets* of
 counters that outlive the call, and calls use the sets in turn.
 
 Why two sets are enough. Call them e, e + 1, ... in the order in which all devices make
-them; call e uses set e mod 2. Two things could go wrong: a device might signal for call
-e + 2 to a peer that still counts call e in the same set, or that has not cleared it.
+them; call e uses set e mod 2. In each call the first block of a device clears the other
+set, and then tells all peers that it is *ready*. No device ends a call before
 
-- *All that is sent for call e has arrived when call e ends.* A device does not end it
-  before it has counted everything that peers send to it: all pieces of their rows where
-  they are written here; where rows are read from peers, the last signal of each of
-  their blocks, which comes after the block's others.
-- *Set e mod 2 is cleared in call e + 1*, by the first block and before it sends
-  anything. No signal of call e is on its way then, as just seen, and none of call
-  e + 2 before a peer has ended call e + 1. That needs all that the first block sends
-  in call e + 1, so it comes after the clearing: what a warp has written before it
-  releases a signal is seen by whoever acquires the signal, and by all that follows.
-- *Rows are read before others take their place.* Rows of call e + 2 are written where
-  those of call e were. A peer that writes them has ended call e + 1, and so has
-  received what this device sent in it, which this device began to send after it had
-  ended call e: kernels of one device follow each other.
+1. it has heard from all peers that they are ready, and
+2. all else that they send it in this call has arrived: each piece of their rows where
+   they write them here (some tile waits for it); where it is they who read, the last
+   word of each of their blocks, which is that it reads no more.
+
+What could go wrong is that a peer signals for call e + 2, or writes rows of it, while
+set e mod 2 of this device is in use for call e, or before it is cleared. But a peer
+that is in call e + 2 has ended call e + 1, so by 1 it has heard that this device is
+ready in call e + 1. Before it said so this device had ended call e, since its kernels
+follow each other, and so had read what was sent for it; and it had cleared set e mod 2,
+to which by 2 nothing of call e was still under way. What a warp has written before it
+raises a counter (which releases it) is seen by whoever waits for that (which acquires
+it), and by all that follows.
 
 With one set a peer may be a call ahead of this device, and writes what it has not read.
 
@@ -58,8 +58,8 @@ Form = Literal["barrier", "pull", "push"]
 have told that they are there, or written by the peers."""
 
 LEFT, READY, ARRIVED = range(3)
-"""Counters of a set: blocks of peers that read here no more; peers whose rows are
-there; from here on, pieces of rows that have arrived."""
+"""Counters of a set: blocks of peers that read here no more; peers that are ready; from
+here on, pieces of rows that have arrived."""
 
 MOVER, PRODUCER = range(2)
 """Warps of a block that each keep the number of the next set for themselves."""
@@ -210,10 +210,13 @@ class Counters(NamedTuple):
 
     def begin(self, turn: Scalar) -> None:
         """Clears the other set before anything is sent; rows to be read are there."""
-        first = self.layout.block == 0
-        pl.when(first)(lambda: clear_from_warp(self.counters.at[1 - turn]))
+
+        @pl.when(self.layout.block == 0)
+        def _first() -> None:
+            clear_from_warp(self.counters.at[1 - turn])
+            self._tell(turn, READY)
+
         if not self.push:
-            pl.when(first)(lambda: self._tell(turn, READY))
             self._wait(turn, READY, self.layout.devices - 1)
 
     def arrive(self, turn: Scalar, index: Scalar, device: Any) -> None:
@@ -226,11 +229,11 @@ class Counters(NamedTuple):
 
     def leave(self, turn: Scalar) -> None:
         """What moves rows is done; where they are read, peers have read them too."""
+        layout, last, count = self.layout, READY, self.layout.devices - 1
         if not self.push:
             self._tell(turn, LEFT)
-            everyone = (self.layout.devices - 1) * self.layout.num_blocks
-            first = self.layout.block == 0
-            pl.when(first)(lambda: self._wait(turn, LEFT, everyone))
+            last, count = LEFT, count * layout.num_blocks
+        pl.when(layout.block == 0)(lambda: self._wait(turn, last, count))
         self._end(MOVER, "warp")
 
     def finish(self) -> None:
