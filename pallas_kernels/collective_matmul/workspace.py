@@ -126,16 +126,16 @@ def make_gather_workspace(
     def body(counters: Ref, *rest: Ref) -> None:
         del rest
 
-        # The first call uses set 0, and clears set 1.
-        def meet(_: jax.Array) -> None:
-            for _, peer in peers(axis_name, devices):
-                there = plgpu.remote_ref(counters, peer)
-                raise_from_warp(there.at[1, pl.ds(READY, 1)])
-            await_from_warp(counters.at[1, pl.ds(READY, 1)], devices - 1)
-
         @plgpu.warp_map
-        def _warps(warp: jax.Array) -> None:
-            pl.when(warp == 0)(lambda: meet(warp))
+        def _meet(warp: jax.Array) -> None:
+            @pl.when(warp == 0)
+            def _one() -> None:
+                # In set 1: the first call uses set 0, and clears this one.
+                for _, peer in peers(axis_name, devices):
+                    there = plgpu.remote_ref(counters, peer)
+                    raise_from_warp(there.at[1, pl.ds(READY, 1)])
+                here = counters.at[1, pl.ds(READY, 1)]
+                await_from_warp(here, jnp.int32(devices - 1))
 
     refs = jax.tree.map(jax.new_ref, workspace)
     others = [ref for ref in (refs.rows, refs.turns) if ref is not None]

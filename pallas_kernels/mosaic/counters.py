@@ -112,25 +112,28 @@ def await_from_warp(counter: Ref, value: Scalar) -> None:
     wait(counter, jnp.int32(value))
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-def clear_from_warp(_: Any, counters: Any) -> None:
+def clear_from_warp(counters: Ref) -> None:
     """Writes zeros; a counter that this warp raises afterwards says so.
 
     Args:
         counters: int32 [count] of global memory.
     """
-    i32 = ir.IntegerType.get_signless(32)
-    (count,) = ir.MemRefType(counters.type).shape
-    lane = arith.remui(mgpu.utils.thread_idx(), mgpu.utils.c(32, i32))
-    index = ir.IndexType.get()
-    start = arith.index_cast(index, lane)
-    end, step = (mgpu.utils.c(number, index) for number in (count, 32))
-    loop = scf.ForOp(start, end, step)
-    with ir.InsertionPoint(loop.body):
-        zero = mgpu.utils.c(0, i32)
-        memref.store(zero, counters, [loop.induction_variable])
-        scf.yield_([])
-    mgpu.utils.warp_barrier()
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def clear_by_lanes(_: Any, counters: Any) -> None:
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        (count,) = ir.MemRefType(counters.type).shape
+        lane = arith.remui(mgpu.utils.thread_idx(), mgpu.utils.c(32, i32))
+        end, step = (mgpu.utils.c(number, index) for number in (count, 32))
+        loop = scf.ForOp(arith.index_cast(index, lane), end, step)
+        with ir.InsertionPoint(loop.body):
+            zero = mgpu.utils.c(0, i32)
+            memref.store(zero, counters, [loop.induction_variable])
+            scf.yield_([])
+        mgpu.utils.warp_barrier()
+
+    clear: Any = clear_by_lanes  # the decorator supplies the context
+    clear(counters)
 
 
 def toggle(number: Ref, *, readers: Literal["warp", "warpgroup"]) -> None:

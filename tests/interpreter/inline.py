@@ -50,7 +50,7 @@ def _await_by_warp(counter, value):
         raise NotYet
 
 
-def _clear_from_warp(counters):
+def _clear_by_lanes(counters):
     counters[:] = 0
 
 
@@ -69,7 +69,7 @@ _stand_ins: dict[str, StandIn] = {
     "await_at_least": StandIn(_await_at_least, (), flags=(0,)),
     "raise_by_lane": StandIn(_raise_counter, (0,), flags=(0,)),
     "await_by_warp": StandIn(_await_by_warp, (), flags=(0,)),
-    "clear_from_warp": StandIn(_clear_from_warp, (0,)),
+    "clear_by_lanes": StandIn(_clear_by_lanes, (0,)),
     "toggle_number": StandIn(_toggle_number, (0,)),
 }
 
