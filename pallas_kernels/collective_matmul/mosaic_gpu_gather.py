@@ -122,7 +122,9 @@ def all_gather_matmul(
             for width, dtype in outputs
         ],
         kernel_name="all_gather_matmul",
-        compiler_params=plgpu.CompilerParams(skip_device_barrier=workspace is not None),
+        compiler_params=None
+        if workspace is None
+        else plgpu.CompilerParams(skip_device_barrier=True),
         **grid(layout, tiles[0], chunks, device, scales=scales),
     )(x, *ws, *factors, *jax.tree.leaves(handed_on))
     outs = tuple(
@@ -375,16 +377,17 @@ class Roles:
             finish=lambda _: self.signals.finish(),
         )
 
-    def rows(self, gathered: Ref, turn: Scalar, slab: Scalar) -> Any:
-        """Gathered rows of a leading index and a device, here or on a peer."""
-        return gathered.at[(turn, slab) if self.plan.form == "push" else slab]
+    def slab(self, turn: Scalar, batch: Scalar, device: Scalar) -> tuple[Any, ...]:
+        """Index the gathered rows of a leading index and a device."""
+        slab = self.plan.layout.slab(batch, device)
+        return (turn, slab) if self.plan.form == "push" else (slab,)
 
     # --- Spare warp -------------------------------------------------------------------
 
     def move(self) -> None:
         """Copies rows of the peers here, then own ones if kept; or own ones there."""
         plan, layout, signals = self.plan, self.plan.layout, self.signals
-        push, me = plan.form == "push", lax.axis_index(layout.axis_name)
+        push = plan.form == "push"
         sources = plan.devices - 1 + plan.keep
         total = sources * layout.batch * plan.pieces_of_rows * plan.steps
         mine, piece = layout.pieces_of_block(total)
@@ -395,6 +398,9 @@ class Roles:
             there: Any = {layout.axis_name: device}
             return plgpu.remote_ref(ref, there)
 
+        def sender(device: Scalar) -> Scalar:
+            return lax.axis_index(layout.axis_name) if push else device
+
         def source(index: Scalar) -> Ref:
             device, _, _, b, window = chunk_at(index)
             return (self.x if push else on(self.x, device)).at[(b, *window)]
@@ -402,8 +408,7 @@ class Roles:
         def target(index: Scalar, store: Callable[[Ref], None]) -> None:
             device, _, _, b, window = chunk_at(index)
             gathered = on(self.gathered, device) if push else self.gathered
-            slab = layout.slab(b, me if push else device)
-            store(self.rows(gathered, turn, slab).at[window])
+            store(gathered.at[(*self.slab(turn, b, sender(device)), *window)])
 
         def stored(index: Scalar) -> None:
             last = plan.piece_chunks - 1
@@ -412,7 +417,7 @@ class Roles:
             def _announce() -> None:
                 device, block, step, _, _ = chunk_at(index)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-                arrival = plan.arrival(me if push else device, block, step)
+                arrival = plan.arrival(sender(device), block, step)
                 signals.arrive(turn, arrival, device if push else None)
 
         signals.begin(turn)
@@ -444,14 +449,11 @@ class Roles:
         def remote(slot: Scalar) -> Scalar:
             def advance(step: Scalar, slot: Scalar) -> Scalar:
                 block = b * layout.blocks + row_block
+                arrival = plan.arrival(source, block, step)
                 pieces, last_pieces = plan.pieces
                 last = row_block == layout.blocks - 1
-                self.signals.wait(
-                    turn,
-                    plan.arrival(source, block, step),
-                    jnp.where(last, last_pieces, pieces),
-                )
-                rows = self.rows(self.gathered, turn, layout.slab(b, source))
+                self.signals.wait(turn, arrival, jnp.where(last, last_pieces, pieces))
+                rows = self.gathered.at[self.slab(turn, b, source)]
                 return stream(rows, slot, plan.stages_of_step(step))
 
             turn = self.signals.turn(PRODUCER)
