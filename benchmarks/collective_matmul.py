@@ -4,6 +4,8 @@ Sizes are those of an entire layer; each device multiplies ``1 / tp`` of it.
 
 - ``mosaic_gpu``: the fused kernel, tuned where the tables have an entry; ``untuned``:
   with the config of the heuristic. ``auto``: what ``implementation=None`` picks.
+- ``low_latency``: gathers by the fused kernel and sums after a matmul of XLA, both
+  without a barrier before each call.
 - ``matmul_only``: the matmul alone, of cuBLAS or of our matmul (with its own config or
   with tiles of 128 x 320), whichever is fastest (``is_mosaic_gpu`` says);
   ``comm_only``: the same bytes written by a kernel that only copies. No overlap can
@@ -288,14 +290,13 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
             )
             for config in in_order_of_k(local_problem(params), device)
         ]
-        found += [
+        found.append(
             collective(
-                name,
+                "low_latency",
                 gather_without_barrier,
-                state=functools.partial(gather_workspace, params, push),
+                state=functools.partial(gather_workspace, params),
             )
-            for name, push in (("low_latency", False), ("low_latency_push", True))
-        ]
+        )
     if kind == "all_reduce":
         found += [
             collective("xla_one_shot", xla, compiler_options=baselines.ONE_SHOT),
@@ -320,7 +321,7 @@ def workspace(params: Mapping[str, Any]) -> Workspace:
     )
 
 
-def gather_workspace(params: Mapping[str, Any], push: bool) -> GatherWorkspace:
+def gather_workspace(params: Mapping[str, Any]) -> GatherWorkspace:
     """What the calls of `gather_without_barrier` hand on."""
     device = DeviceSpec.current()
     if device is None:
@@ -331,7 +332,6 @@ def gather_workspace(params: Mapping[str, Any], push: bool) -> GatherWorkspace:
         jnp.dtype(jnp.bfloat16),
         axis_name=AXIS,
         device=device,
-        push=push,
     )
 
 
@@ -437,7 +437,6 @@ NAMES = (
     "auto",
     "order_of_k",
     "low_latency",
-    "low_latency_push",
     "matmul_only",
     "comm_only",
     "xla_nccl",
@@ -452,7 +451,7 @@ NAMES = (
 )
 
 KINDS = {
-    **dict.fromkeys(("order_of_k", "low_latency_push", "jax_sample"), ("all_gather",)),
+    **dict.fromkeys(("order_of_k", "jax_sample"), ("all_gather",)),
     "low_latency": ("all_gather", "all_reduce"),
     "xla_one_shot": ("all_reduce",),
     **dict.fromkeys(
