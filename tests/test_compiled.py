@@ -204,7 +204,6 @@ def test_nothing_moves_the_rows_and_counters_that_peers_write_to(push):
         ("begin_gathers", 0),
         *[("all_gather_matmul", 0)] * 2,
     ]
-    print(found.sizes("copy"), found.thunks, found.temporaries)
     assert max(found.sizes("copy"), default=0) < 512 * 4096 * 2
     assert found.count("all-gather") == 0
 
