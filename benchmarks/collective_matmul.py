@@ -4,6 +4,8 @@ Sizes are those of an entire layer; each device multiplies ``1 / tp`` of it.
 
 - ``mosaic_gpu``: the fused kernel, tuned where the tables have an entry; ``untuned``:
   with the config of the heuristic. ``auto``: what ``implementation=None`` picks.
+- ``low_latency``: gathers by the fused kernel and sums after a matmul of XLA, both
+  without a barrier before each call.
 - ``matmul_only``: the matmul alone, of cuBLAS or of our matmul (with its own config or
   with tiles of 128 x 320), whichever is fastest (``is_mosaic_gpu`` says);
   ``comm_only``: the same bytes written by a kernel that only copies. No overlap can
@@ -58,7 +60,14 @@ from pallas_kernels.collective_matmul.config import (
     heuristic,
     in_order_of_k,
 )
+from pallas_kernels.collective_matmul.low_latency_gather import (
+    low_latency_all_gather_matmul,
+)
 from pallas_kernels.collective_matmul.specs import ROWS, SPECS, TENSOR_PARALLEL
+from pallas_kernels.collective_matmul.workspace import (
+    GatherWorkspace,
+    make_gather_workspace,
+)
 from pallas_kernels.matmul import MatmulConfig, matmul
 from pallas_kernels.mosaic import H200, DeviceSpec
 from pallas_kernels.scaled_matmul import quantize_fp8
@@ -281,6 +290,13 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
             )
             for config in in_order_of_k(local_problem(params), device)
         ]
+        found.append(
+            collective(
+                "low_latency",
+                gather_without_barrier,
+                state=functools.partial(gather_workspace, params),
+            )
+        )
     if kind == "all_reduce":
         found += [
             collective("xla_one_shot", xla, compiler_options=baselines.ONE_SHOT),
@@ -303,6 +319,29 @@ def workspace(params: Mapping[str, Any]) -> Workspace:
     return make_workspace(
         elements, jnp.dtype(jnp.bfloat16), axis_name=AXIS, device=device
     )
+
+
+def gather_workspace(params: Mapping[str, Any]) -> GatherWorkspace:
+    """What the calls of `gather_without_barrier` hand on."""
+    device = DeviceSpec.current()
+    if device is None:
+        raise NotImplementedError("the kernel needs an NVIDIA Hopper GPU")
+    return make_gather_workspace(
+        params["M"] // params["tp"],
+        params["K"],
+        jnp.dtype(jnp.bfloat16),
+        axis_name=AXIS,
+        device=device,
+    )
+
+
+def gather_without_barrier(
+    handed_on: GatherWorkspace, x: jax.Array, w: jax.Array
+) -> Any:
+    """The fused kernel, with a workspace in the place of XLA's barrier."""
+    device = DeviceSpec.current()
+    assert device is not None
+    return low_latency_all_gather_matmul(x, w, handed_on, axis_name=AXIS, device=device)
 
 
 def low_latency(handed_on: Workspace, x: jax.Array, w: jax.Array) -> Any:
@@ -413,7 +452,8 @@ NAMES = (
 
 KINDS = {
     **dict.fromkeys(("order_of_k", "jax_sample"), ("all_gather",)),
-    **dict.fromkeys(("low_latency", "xla_one_shot"), ("all_reduce",)),
+    "low_latency": ("all_gather", "all_reduce"),
+    "xla_one_shot": ("all_reduce",),
     **dict.fromkeys(
         ("xla_windowed", "fp8_mosaic_gpu", "fp8_xla"), ("all_gather", "reduce_scatter")
     ),

@@ -31,6 +31,10 @@ from pallas_kernels.collective_matmul.all_reduce import (
     make_workspace,
 )
 from pallas_kernels.collective_matmul.config import CollectiveProblem, in_order_of_k
+from pallas_kernels.collective_matmul.low_latency_gather import (
+    low_latency_all_gather_matmul,
+)
+from pallas_kernels.collective_matmul.workspace import make_gather_workspace
 from pallas_kernels.mosaic import H200
 from tests import compiled, manifest, registers
 from tests.compiled import compile_for_h200
@@ -169,6 +173,47 @@ def test_nothing_moves_the_cells_that_peers_write_to(layers):
     cells = 2 * 2 * 16 * 4096 * 4
     assert max(found.sizes("copy")) < cells // 4
     assert found.count("all-reduce") == 0
+
+
+def gathers(devices, layers, push):
+    """Steps of layers, each of which gathers its rows; their results are the next."""
+    mesh = Mesh(np.array(devices), ("tensor",))
+
+    def local(x, w):
+        workspace = make_gather_workspace(
+            *x.shape, x.dtype, axis_name="tensor", device=H200, push=push
+        )
+
+        def step(carry, _):
+            x, workspace = carry
+            for _ in range(layers):
+                y, workspace = low_latency_all_gather_matmul(
+                    jnp.tanh(x), w, workspace, axis_name="tensor", device=H200
+                )
+                x = y[: x.shape[0]]
+            return (x, workspace), None
+
+        return jax.lax.scan(step, (x, workspace), length=8)[0][0]
+
+    fn = jax.shard_map(
+        local, mesh=mesh, in_specs=P("tensor"), out_specs=P("tensor"), check_vma=False
+    )
+    rows = NamedSharding(mesh, P("tensor"))
+    return jax.jit(fn), tuple(
+        jax.ShapeDtypeStruct((size * len(devices), 4096), jnp.bfloat16, sharding=rows)
+        for size in (512, 4096)
+    )
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_nothing_moves_the_rows_and_counters_that_peers_write_to(push):
+    found = compile_for_h200(gathers, 2, push, count=2)
+    assert [(k.name, k.spilled) for k in found.kernels] == [
+        ("begin_gathers", 0),
+        *[("all_gather_matmul", 0)] * 2,
+    ]
+    assert max(found.sizes("copy"), default=0) < 512 * 4096 * 2
+    assert found.count("all-gather") == 0
 
 
 def test_a_product_of_padded_rows_does_not_swallow_the_kernel():

@@ -17,6 +17,7 @@ Axis letters: B leading axes, m rows of one device, K contraction, N columns; D 
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,7 +32,6 @@ from pallas_kernels.collective_matmul.communicator import (
     Chunks,
     divide,
     relay,
-    wait_for_signal,
 )
 from pallas_kernels.collective_matmul.config import Call, CollectiveConfig
 from pallas_kernels.collective_matmul.layout import (
@@ -41,6 +41,15 @@ from pallas_kernels.collective_matmul.layout import (
     pad,
     scales_of,
     values_of,
+)
+from pallas_kernels.collective_matmul.workspace import (
+    ARRIVED,
+    MOVER,
+    PRODUCER,
+    Counters,
+    Form,
+    GatherWorkspace,
+    Semaphores,
 )
 from pallas_kernels.matmul.mosaic_gpu import (
     Columns,
@@ -60,7 +69,8 @@ def all_gather_matmul(
     call: Call,
     config: CollectiveConfig,
     device: DeviceSpec,
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    workspace: GatherWorkspace | None = None,
+) -> Any:
     """Computes ``all_gather(x) @ w`` for one or several weights.
 
     Args:
@@ -71,9 +81,12 @@ def all_gather_matmul(
             weights are stored, whether the gathered rows are wanted.
         config: how to cut it.
         device: the Hopper GPU that the kernel is built for.
+        workspace: of the previous call; without one XLA puts a barrier before the
+            kernel.
 
     Returns:
-        The products, [B,D*m,N] each, and the gathered x, [B,D*m,K], or None.
+        The products, [B,D*m,N] each, and the gathered x, [B,D*m,K], or None; with a
+        workspace that of the next call as well.
 
     Raises:
         Unsupported: types, alignment or shared memory do not fit.
@@ -94,22 +107,70 @@ def all_gather_matmul(
         chunks=chunks,
         scales=scales,
         keep=call.return_gathered,
+        form="barrier" if workspace is None else workspace.form,
     )
+    if workspace is not None:
+        check_workspace(workspace, plan)
     outputs = [(cut.problem.n, cut.problem.out_dtype) for cut in tiles]
+    if plan.form != "push":
+        outputs.append((x.shape[2], x.dtype))
+    handed_on = jax.tree.map(jax.new_ref, workspace)
     results = plgpu.kernel(
         lambda *refs, **scratch: Roles.of(plan, refs, scratch).run(),
         out_type=[
             jax.ShapeDtypeStruct((batch * call.size, layout.rows, width), dtype)
-            for width, dtype in (*outputs, (x.shape[2], x.dtype))
+            for width, dtype in outputs
         ],
         kernel_name="all_gather_matmul",
+        compiler_params=None
+        if workspace is None
+        else plgpu.CompilerParams(skip_device_barrier=True),
         **grid(layout, tiles[0], chunks, device, scales=scales),
-    )(x, *ws, *factors)
-    *outs, gathered = (
+    )(x, *ws, *factors, *jax.tree.leaves(handed_on))
+    outs = tuple(
         y[:, :rows, :width].reshape(batch, -1, width)  # [B,D*m,N or K]
-        for y, width in zip(results, (*columns, depth), strict=True)
+        for y, width in zip(results, (*columns, depth), strict=False)
     )
-    return tuple(outs), gathered if call.return_gathered else None
+    gathered = outs[-1] if call.return_gathered else None
+    found = outs[: len(columns)], gathered
+    if workspace is None:
+        return found
+    return *found, jax.tree.map(jax.freeze, handed_on)
+
+
+def check_workspace(workspace: GatherWorkspace, plan: "Plan") -> None:
+    """Checks that a call fits the workspace that it is given.
+
+    Raises:
+        ValueError: it does not.
+    """
+    layout = plan.layout
+    found = workspace.counters.shape[1]
+    if found < (need := ARRIVED + plan.arrivals):
+        raise ValueError(
+            f"workspace has {found} counters, expected {need} for {layout.batch} x"
+            f" {layout.rows} rows of a device; make it for as many"
+        )
+    if workspace.turns.shape[1] < layout.num_blocks:
+        raise ValueError(
+            f"workspace is for {workspace.turns.shape[1]} blocks, expected"
+            f" {layout.num_blocks}; make it for this GPU"
+        )
+    if workspace.rows is None:
+        return
+    if plan.keep:
+        raise ValueError(
+            "return_gathered=True, expected False with a workspace that peers write"
+            " their rows to, where the next but one call puts others; make one with"
+            " push=False"
+        )
+    _, slabs, rows, depth = workspace.rows.shape
+    wanted = layout.batch * layout.devices, plan.chunks.shape[1] * plan.chunks.across
+    if (slabs, depth) != wanted or rows < layout.rows:
+        raise ValueError(
+            f"workspace has rows of shape {workspace.rows.shape}, expected"
+            f" [2, {wanted[0]}, at least {layout.rows}, {wanted[1]}]; make it for x"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +191,8 @@ class Plan:
     """How scales are read, of operands of 8 bits."""
     keep: bool
     """The gathered rows are an output: own ones are among them."""
+    form: Form
+    """Who moves rows, and what says that they are there."""
 
     @property
     def config(self) -> CollectiveConfig:
@@ -159,6 +222,11 @@ class Plan:
         block = jnp.where(own, m, lax.div(m - own_blocks, others))
         distance = jnp.where(own, 0, 1 + lax.rem(m - own_blocks, others))
         return self.layout.device(distance), *self.layout.split(block), own
+
+    @property
+    def arrivals(self) -> int:
+        """What is counted: steps of the row blocks of all devices."""
+        return self.devices * self.layout.blocks_of_device * self.steps
 
     @property
     def steps(self) -> int:
@@ -208,7 +276,8 @@ class Plan:
     ) -> tuple[Any, ...]:
         """Locate a chunk: device, row block, step, leading index, rows and columns.
 
-        The row blocks of peers come in the order of their tiles, own ones last.
+        The row blocks of peers come in the order of their tiles, own ones last. Where
+        this device writes own ones to the peers, each gets them in its order.
 
         Args:
             piece: from the number of a turn to that of the piece moved in it.
@@ -232,7 +301,10 @@ class Plan:
         )
         block = jnp.where(last, layout.blocks - 1, lax.div(row, sources))
         which = jnp.where(last, row, lax.rem(row, sources))
-        device = layout.device(jnp.where(own, 0, 1 + which))
+        distance = jnp.where(own, 0, 1 + which)
+        if self.form == "push":
+            distance = self.devices - distance
+        device = layout.device(distance)
         chunk = (block * pieces + part) * self.piece_chunks + chunk
         if self.steps > 1:
             chunk = chunk * self.steps + step
@@ -260,33 +332,37 @@ class Roles:
     outs: Sequence[Ref]
     """Matmuls, [B*D,m,N] each."""
     gathered: Ref
-    """Rows of all devices, [B*D,m,K]."""
+    """Rows of all devices, [B*D,m,K]; where peers write them two sets of these."""
     scratch: Mapping[str, Ref]
     """Shared memory and barriers."""
-    arrived: Ref
-    """Semaphores by device, row block and step: pieces that are here."""
-    left: Ref
-    """Semaphore: blocks of peers that read no more."""
+    signals: Semaphores | Counters
+    """By device, row block and step: pieces that are here."""
 
     @classmethod
     def of(cls, plan: Plan, refs: Sequence[Ref], scratch: dict[str, Ref]) -> "Roles":
         """Sort what the kernel gets into the roles' fields."""
-        weights = len(plan.columns.tiles)
-        x, *refs, gathered = refs
+        weights, scales = len(plan.columns.tiles), 0 if plan.scales is None else 2
+        rest = iter(refs)
+
+        def following(count: int) -> list[Ref]:
+            return list(itertools.islice(rest, count))
+
+        (x,), ws, factors = following(1), following(weights), following(scales)
+        pushed = following(plan.form == "push")
+        counters = following(0 if plan.form == "barrier" else 2)
+        outs = following(weights)
+        (gathered,) = pushed or following(1)
         return cls(
             plan=plan,
             x=x,
-            ws=refs[:weights],
-            factors=refs[weights:-weights],
-            outs=refs[-weights:],
+            ws=ws,
+            factors=factors,
+            outs=outs,
             gathered=gathered,
             scratch=scratch,
-            arrived=pl.get_global(
-                plgpu.SemaphoreType.REGULAR(
-                    (plan.devices * plan.layout.blocks_of_device * plan.steps,)
-                )
-            ),
-            left=pl.get_global(plgpu.SemaphoreType.REGULAR),
+            signals=Counters(plan.layout, plan.form == "push", *counters)
+            if counters
+            else Semaphores.of(plan.layout, plan.arrivals),
         )
 
     def run(self) -> None:
@@ -297,27 +373,42 @@ class Roles:
             self.plan.for_each_tile,
             self.load,
             self.consume,
-            spare_warps=[self.pull],
+            spare_warps=[self.move],
+            finish=lambda _: self.signals.finish(),
         )
+
+    def slab(self, turn: Scalar, batch: Scalar, device: Scalar) -> tuple[Any, ...]:
+        """Index the gathered rows of a leading index and a device."""
+        slab = self.plan.layout.slab(batch, device)
+        return (turn, slab) if self.plan.form == "push" else (slab,)
 
     # --- Spare warp -------------------------------------------------------------------
 
-    def pull(self) -> None:
-        """Copies rows of the peers, then own ones if kept, to the gathered array."""
-        plan, layout = self.plan, self.plan.layout
+    def move(self) -> None:
+        """Copies rows of the peers here, then own ones if kept; or own ones there."""
+        plan, layout, signals = self.plan, self.plan.layout, self.signals
+        push = plan.form == "push"
         sources = plan.devices - 1 + plan.keep
         total = sources * layout.batch * plan.pieces_of_rows * plan.steps
         mine, piece = layout.pieces_of_block(total)
         chunk_at = functools.partial(plan.chunk, piece)
+        turn = signals.turn(MOVER)
+
+        def on(ref: Ref, device: Scalar) -> Any:
+            there: Any = {layout.axis_name: device}
+            return plgpu.remote_ref(ref, there)
+
+        def sender(device: Scalar) -> Scalar:
+            return lax.axis_index(layout.axis_name) if push else device
 
         def source(index: Scalar) -> Ref:
             device, _, _, b, window = chunk_at(index)
-            there: Any = {layout.axis_name: device}
-            return plgpu.remote_ref(self.x, there).at[(b, *window)]
+            return (self.x if push else on(self.x, device)).at[(b, *window)]
 
         def target(index: Scalar, store: Callable[[Ref], None]) -> None:
             device, _, _, b, window = chunk_at(index)
-            store(self.gathered.at[(layout.slab(b, device), *window)])
+            gathered = on(self.gathered, device) if push else self.gathered
+            store(gathered.at[(*self.slab(turn, b, sender(device)), *window)])
 
         def stored(index: Scalar) -> None:
             last = plan.piece_chunks - 1
@@ -326,9 +417,10 @@ class Roles:
             def _announce() -> None:
                 device, block, step, _, _ = chunk_at(index)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-                arrival = self.arrived.at[plan.arrival(device, block, step)]
-                plgpu.semaphore_signal(arrival, memory_scope="gpu")
+                arrival = plan.arrival(sender(device), block, step)
+                signals.arrive(turn, arrival, device if push else None)
 
+        signals.begin(turn)
         relay(
             plan.chunks,
             self.scratch,
@@ -338,7 +430,7 @@ class Roles:
             target,
             stored,
         )
-        layout.leave(self.left)
+        signals.leave(turn)
 
     # --- Producer ---------------------------------------------------------------------
 
@@ -357,13 +449,14 @@ class Roles:
         def remote(slot: Scalar) -> Scalar:
             def advance(step: Scalar, slot: Scalar) -> Scalar:
                 block = b * layout.blocks + row_block
-                arrival = self.arrived.at[plan.arrival(source, block, step)]
+                arrival = plan.arrival(source, block, step)
                 pieces, last_pieces = plan.pieces
                 last = row_block == layout.blocks - 1
-                wait_for_signal(arrival, jnp.where(last, last_pieces, pieces), "gpu")
-                rows = self.gathered.at[layout.slab(b, source)]
+                self.signals.wait(turn, arrival, jnp.where(last, last_pieces, pieces))
+                rows = self.gathered.at[self.slab(turn, b, source)]
                 return stream(rows, slot, plan.stages_of_step(step))
 
+            turn = self.signals.turn(PRODUCER)
             if plan.steps == 1:
                 return advance(0, slot)
             return lax.fori_loop(0, plan.steps, advance, slot)

@@ -5,14 +5,16 @@ program with a loop it copies zeros, one launch for each of a kernel's. A counte
 element of an operand, an int32 array of zeros that a kernel may write.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, scf
 from jaxtyping import Array, Int, Num
 
-from pallas_kernels.mosaic.aliases import Ref
+from pallas_kernels.mosaic.aliases import Ref, Scalar
 
 
 def zeros_like_no_others(
@@ -64,3 +66,96 @@ def await_counter(counter: Ref, value: int) -> None:
 
     wait: Any = await_at_least  # the decorator supplies the context
     wait(counter)
+
+
+# --- Of single warps ------------------------------------------------------------------
+
+
+def raise_from_warp(counter: Ref, memory_scope: Literal["sys", "gpu"] = "sys") -> None:
+    """Adds one to a counter: all that this warp has written or copied is there.
+
+    Args:
+        counter: int32 [1] of global memory, of this device or a peer.
+        memory_scope: "gpu" where only this device waits, which is cheaper.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def raise_by_lane(_: Any, counter: Any) -> None:
+        mgpu.utils.warp_barrier()
+        lane = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)
+        semaphore = mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter))
+        semaphore.signal(1, predicate=lane, memory_scope=memory_scope)
+
+    signal: Any = raise_by_lane  # the decorator supplies the context
+    signal(counter)
+
+
+def await_from_warp(counter: Ref, value: Scalar) -> None:
+    """Waits until a counter is at least a number; what it says is there may be read.
+
+    Args:
+        counter: int32 [1] of global memory, on which any device may count.
+        value: int32.
+    """
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat))
+    def await_by_warp(_: Any, counter: Any, value: Any) -> None:
+        semaphore = mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter))
+        semaphore.wait(
+            value.registers.item(),
+            decrement=False,
+            scope=mgpu.utils.ThreadSubset.WARP,
+        )
+
+    wait: Any = await_by_warp  # the decorator supplies the context
+    wait(counter, jnp.int32(value))
+
+
+def clear_from_warp(counters: Ref) -> None:
+    """Writes zeros; a counter that this warp raises afterwards says so.
+
+    Args:
+        counters: int32 [count] of global memory.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def clear_by_lanes(_: Any, counters: Any) -> None:
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        (count,) = ir.MemRefType(counters.type).shape
+        lane = arith.remui(mgpu.utils.thread_idx(), mgpu.utils.c(32, i32))
+        end, step = (mgpu.utils.c(number, index) for number in (count, 32))
+        loop = scf.ForOp(arith.index_cast(index, lane), end, step)
+        with ir.InsertionPoint(loop.body):
+            zero = mgpu.utils.c(0, i32)
+            memref.store(zero, counters, [loop.induction_variable])
+            scf.yield_([])
+        mgpu.utils.warp_barrier()
+
+    clear: Any = clear_by_lanes  # the decorator supplies the context
+    clear(counters)
+
+
+def toggle(number: Ref, *, readers: Literal["warp", "warpgroup"]) -> None:
+    """Makes 1 of 0 and 0 of 1, once all threads that call this are here.
+
+    Args:
+        number: int32 [1] of global memory.
+        readers: whose threads call this.
+    """
+    scope = mgpu.utils.ThreadSubset[readers.upper()]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def toggle_number(_: Any, number: Any) -> None:
+        if readers == "warp":
+            mgpu.utils.warp_barrier()
+        else:
+            mgpu.utils.warpgroup_barrier()
+        i32 = ir.IntegerType.get_signless(32)
+        zero = mgpu.utils.c(0, ir.IndexType.get())
+        with mgpu.utils.single_thread(scope=scope):
+            one = mgpu.utils.c(1, i32)
+            memref.store(arith.xori(memref.load(number, [zero]), one), number, [zero])
+
+    write: Any = toggle_number  # the decorator supplies the context
+    write(number)

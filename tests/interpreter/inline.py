@@ -45,6 +45,19 @@ def _await_at_least(counter, closure):
         raise NotYet
 
 
+def _await_by_warp(counter, value):
+    if counter[0] < value:
+        raise NotYet
+
+
+def _clear_by_lanes(counters):
+    counters[:] = 0
+
+
+def _toggle_number(number):
+    number[:] = 1 - number
+
+
 _stand_ins: dict[str, StandIn] = {
     # Fences order accesses that the interpreter already makes in order.
     "proxy_fence": StandIn(lambda: (), (), None),
@@ -54,6 +67,10 @@ _stand_ins: dict[str, StandIn] = {
     "prefetch_row": StandIn(lambda source: (), (), None),
     "raise_counter": StandIn(_raise_counter, (0,), flags=(0,)),
     "await_at_least": StandIn(_await_at_least, (), flags=(0,)),
+    "raise_by_lane": StandIn(_raise_counter, (0,), flags=(0,)),
+    "await_by_warp": StandIn(_await_by_warp, (), flags=(0,)),
+    "clear_by_lanes": StandIn(_clear_by_lanes, (0,)),
+    "toggle_number": StandIn(_toggle_number, (0,)),
 }
 
 

@@ -1,0 +1,204 @@
+"""Gathers without a barrier: interpreted, call after call, and lowered."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.collective_matmul import CollectiveConfig, mosaic_gpu_gather
+from pallas_kernels.collective_matmul.communicator import Chunks
+from pallas_kernels.collective_matmul.config import Call
+from pallas_kernels.collective_matmul.layout import RowLayout, cut_tiles, grid
+from pallas_kernels.collective_matmul.low_latency_gather import (
+    low_latency_all_gather_matmul,
+)
+from pallas_kernels.collective_matmul.workspace import (
+    ARRIVED,
+    READY,
+    make_gather_workspace,
+)
+from pallas_kernels.matmul.mosaic_gpu import Columns
+from pallas_kernels.mosaic import H200, unmarked
+from pallas_kernels.mosaic.counters import await_counter, raise_counter
+from tests.interpreter import cpu_mesh, interpret_mosaic_gpu
+from tests.lowering import lower_for_cuda
+from tests.tolerances import RELATIVE, relative_error
+
+
+BF16 = jnp.dtype(jnp.bfloat16)
+P = jax.sharding.PartitionSpec
+SMALL = dataclasses.replace(H200, num_sms=2)
+ROWS = CollectiveConfig(tile_m=128, tile_n=64, stages=2)
+IN_ORDER_OF_K = dataclasses.replace(
+    ROWS, gather_order="k", buffer_bytes=1024, piece_chunks=8
+)
+
+
+def drawn(seed, *shape):
+    values = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return jnp.asarray(values.astype(BF16))
+
+
+def wide(x):
+    return np.asarray(x, np.float32)
+
+
+def over_devices(mesh, f, check_vma=False):
+    return jax.jit(
+        jax.shard_map(
+            f,
+            mesh=mesh,
+            in_specs=(P("tensor"), P(None, "tensor")),
+            out_specs=(P(None, "tensor"), P("tensor")),
+            check_vma=check_vma,
+        )
+    )
+
+
+@pytest.mark.parametrize("config", [ROWS, IN_ORDER_OF_K], ids=["rows", "k"])
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_calls_of_several_sizes_with_one_workspace(devices, push, config):
+    rows, depth = 136, 1024 if config is IN_ORDER_OF_K else 128
+    sizes = (rows, 64, 8, rows)
+
+    def run(x, w):
+        workspace = make_gather_workspace(
+            rows, depth, BF16, axis_name="tensor", device=SMALL, push=push
+        )
+        ys = []
+        for i, size in enumerate(sizes):
+            y, workspace = low_latency_all_gather_matmul(
+                (i + 1) * x[:size],
+                w,
+                workspace,
+                axis_name="tensor",
+                device=SMALL,
+                config=config,
+            )
+            ys.append(y)
+        return ys, (workspace.counters[None], workspace.turns[None])
+
+    x, w = drawn(0, devices * rows, depth), drawn(1, depth, devices * 64)
+    with interpret_mosaic_gpu(concurrent_blocks=True, timeout=60) as found:
+        ys, (counters, turns) = over_devices(cpu_mesh(tensor=devices), run)(x, w)
+        for i, (y, size) in enumerate(zip(ys, sizes, strict=True)):
+            parts = wide(x).reshape(devices, rows, depth)[:, :size]
+            want = (i + 1) * parts.reshape(-1, depth) @ wide(w)
+            assert relative_error(y, want) < RELATIVE[BF16], i
+        assert found.kernels == 1 + len(sizes)
+    assert (np.asarray(turns) == len(sizes) % 2).all()
+    last = (len(sizes) - 1) % 2
+    counters = np.asarray(counters)
+    assert (counters[:, last, READY] == devices - 1).all()
+    assert not counters[:, 1 - last].any()  # for the next call
+
+
+def calls_in_one_kernel(xs, w, *, form, device):
+    """The results of several gathers by one kernel, in which devices drift apart.
+
+    The interpreter lets devices begin and end a kernel together, which hardware without
+    a barrier does not. Blocks of one device do meet between two calls, as its kernels
+    follow each other.
+    """
+    devices, (rows, depth), calls = lax.axis_size("tensor"), xs[0].shape, len(xs)
+    call = Call.over("tensor", out_dtype=w.dtype)
+    layout = RowLayout.of(call, ROWS, device, batch=1, rows=rows)
+    tiles = cut_tiles([xs[0][None]], [w], call, ROWS)
+    chunks = Chunks.of(8, depth, w.dtype, ROWS.buffer_bytes)
+    plan = mosaic_gpu_gather.Plan(
+        layout=layout,
+        columns=Columns(tiles=tiles),
+        chunks=chunks,
+        scales=None,
+        keep=False,
+        form=form,
+    )
+    everyone = 3 * layout.num_blocks  # warpgroups
+
+    def body(*refs, **scratch):
+        refs = list(refs)
+        x_refs, (w_ref, *workspace, met) = refs[:calls], refs[calls : -calls - 1]
+        outs, gathered = refs[-calls - 1 : -1], refs[-1]
+        gathered = [] if form == "push" else [gathered]
+        for i, (x, out) in enumerate(zip(x_refs, outs, strict=True)):
+            late = lax.axis_index("tensor") == i // 2 % devices
+            turns = jnp.where(late, 40, 0)
+            lax.fori_loop(0, turns, lambda _, n: n + met[0], jnp.int32(0))
+            given = [x, w_ref, *workspace, out, *gathered]
+            mosaic_gpu_gather.Roles.of(plan, given, scratch).run()
+            raise_counter(met.at[pl.ds(i, 1)])
+            await_counter(met.at[pl.ds(i, 1)], everyone)
+
+    def kernel(w, *xs):
+        slabs = (devices, rows, depth)
+        workspace = [
+            jnp.zeros((2, ARRIVED + plan.arrivals), jnp.int32),
+            jnp.zeros((2, layout.num_blocks), jnp.int32),
+        ]
+        if form == "push":
+            workspace.insert(0, jnp.full((2, *slabs), jnp.nan, w.dtype))
+        workspace.append(jnp.zeros(calls, jnp.int32))
+        out = jax.ShapeDtypeStruct((devices, rows, w.shape[1]), w.dtype)
+        *outs, _ = plgpu.kernel(
+            body,
+            out_type=[*[out] * calls, jax.ShapeDtypeStruct(slabs, w.dtype)],
+            **grid(layout, tiles[0], chunks, device),
+        )(*[x[None] for x in xs], w, *map(jax.new_ref, workspace))
+        return [y.reshape(-1, w.shape[1]) for y in outs]
+
+    return unmarked(kernel)(w, *xs)
+
+
+@pytest.mark.parametrize("form", ["pull", "push"])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_devices_that_drift_apart(devices, form):
+    rows, depth, calls = 16, 64, 8
+    xs = [drawn(i, devices * rows, depth) for i in range(calls)]
+    w = drawn(100, depth, devices * 64)
+    f = jax.shard_map(
+        lambda xs, w: calls_in_one_kernel(xs, w, form=form, device=SMALL),
+        mesh=cpu_mesh(tensor=devices),
+        in_specs=(P("tensor"), P(None, "tensor")),
+        out_specs=P(None, "tensor"),
+        check_vma=False,
+    )
+    with interpret_mosaic_gpu(concurrent_blocks=True, timeout=60):
+        for x, y in zip(xs, jax.jit(f)(xs, w), strict=True):
+            assert relative_error(y, wide(x) @ wide(w)) < RELATIVE[BF16]
+
+
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_lowered_for_cuda(devices, push):
+    """No kernel but the first has a barrier, and none has semaphores to clear."""
+    rows, depth = 512, 4096
+
+    def run(x, w):
+        workspace = make_gather_workspace(
+            rows, depth, BF16, axis_name="tensor", device=H200, push=push
+        )
+        ys = []
+        for _ in range(3):
+            y, workspace = low_latency_all_gather_matmul(
+                x, w, workspace, axis_name="tensor", device=H200
+            )
+            ys.append(y)
+        return ys
+
+    mapped = jax.shard_map(
+        run,
+        in_specs=(P("tensor"), P(None, "tensor")),
+        out_specs=P(None, "tensor"),
+        check_vma=False,
+    )
+    x = jax.ShapeDtypeStruct((devices * rows, depth), BF16)
+    w = jax.ShapeDtypeStruct((depth, devices * 1536), BF16)
+    text = lower_for_cuda(mapped, x, w, mesh={"tensor": devices}, kernels=4)
+    assert text.count("skip_device_barrier = true") == 3
+    assert text.count("skip_device_barrier = false") == 1
