@@ -49,7 +49,7 @@ class EngineConfig(SchedulerSettings):
     twice as many tokens."""
     memory_fraction: float = 0.9
     """Fraction of each device's memory for weights, KV cache and computation, as far as
-    JAX has reserved it: 0.95 where a command or `LLM.from_pretrained` comes first,
+    JAX has reserved it: up to 0.95 where a command or `LLM.from_pretrained` comes first,
     otherwise 0.75, or ``XLA_CLIENT_MEM_FRACTION``."""
     prefill_tokens: tuple[int, ...] | None = None
     """Sizes, in prompt tokens per engine step, that prefill is compiled for; None is
