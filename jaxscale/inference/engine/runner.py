@@ -362,7 +362,9 @@ class Runner:
         if self._kv_scales is None:
             return
         with self._on_mesh():
-            scales = jnp.zeros_like(self.pages.scales) + self._kv_scales[:, None]  # [L, P, 2, K]
+            scales = (
+                jnp.zeros_like(self.pages.scales) + self._kv_scales[:, None]
+            )  # [L, P, 2, K]
             scales = jax.device_put(scales, self._sharding(SCALES_AXES))
         self.pages = self.pages._replace(scales=scales)
 
