@@ -85,7 +85,8 @@ def dense(
 
     With a `norm` there is one layer, and of few rows one kernel: blocks split the
     contraction, and share the rows of its sums. Of more rows than run at once,
-    5,632 of 768 features on an H200, it is a matmul and a norm. The gradients are XLA's.
+    5,632 of 768 features on an H200, it is a matmul and a norm. The gradients are
+    XLA's.
 
     With a `layer`, weights and biases are those of all layers of a model, as one array
     each. The kernel reads its layer in place; it has no gradient then.

@@ -202,7 +202,7 @@ def test_public_call_on_any_device(layout):
 
 
 def test_all_rows_in_another_order_of_groups():
-    """Each group is aligned, and a kernel that reads all rows in order would be wrong."""
+    """Each group is aligned, but all rows are not in order."""
     _, dense = random_24(128, 128, 128, [128])
     whole = np.ones((128, 128), bool)
     plain = TileSparse.from_dense(np.asarray(dense, BF16), whole, tile=128)
