@@ -162,18 +162,20 @@ def packed_together[M](model: M) -> M:
 
     A run is restored as a stack, maybe pruned, and prepared: what that has freed lies
     before the arrays, and the pages of a KV cache are one piece. They go through the
-    memory of the host, which holds all of them.
+    memory of the host, which holds all of them, and once what several devices hold.
     """
     leaves, tree = jax.tree.flatten(model)
     held = []
     for leaf in leaves:
-        held.append([(s.device, np.array(s.data)) for s in leaf.addressable_shards])
+        parts = {shard.index: shard.data for shard in leaf.addressable_shards}
+        held.append({index: np.array(data) for index, data in parts.items()})
     shapes = [(leaf.shape, leaf.sharding) for leaf in leaves]
     for leaf in leaves:
         leaf.delete()
     made = []
     for (shape, where), parts in zip(shapes, held, strict=True):
-        arrays = [jax.device_put(part, device) for device, part in parts]
+        indices = where.addressable_devices_indices_map(shape)
+        arrays = [jax.device_put(parts[i], device) for device, i in indices.items()]
         made.append(jax.make_array_from_single_device_arrays(shape, where, arrays))
     return jax.tree.unflatten(tree, made)
 

@@ -2,9 +2,9 @@
 
 Memory is all that limits them. Two walks share it out, `_round` by rows and
 `_over_tiles` by tiles; each public function gives one of them what is done with what a
-warpgroup holds. They take what the functions of the same names in `api` take, and
-`device`, the GPU that a kernel is built for; all raise `Unsupported` where types or
-shapes do not fit.
+warpgroup holds. They take what the functions of the same names in `api` take, those by
+rows also `device`, the GPU that a kernel is built for; all raise `Unsupported` where
+types or shapes do not fit.
 
 Each warpgroup reads rows straight into registers, 16 bytes a lane at a time, and writes
 them. With one scale a row it holds whole rows: it needs the largest number of a row
@@ -472,12 +472,12 @@ def _check_rows(x: jax.Array, through: jnp.dtype) -> None:
     (m, k), dtype = x.shape, x.dtype
     if dtype.name not in _WIDE or through.name not in _WIDE[:2]:
         raise Unsupported(
-            f"quantize_rows: x of type {dtype.name} rounded to {through.name}, the"
+            f"fp8_operands: x of type {dtype.name} rounded to {through.name}, the"
             f" kernel takes {_WIDE} rounded to {_WIDE[:2]}; use implementation='xla'"
         )
     if k % _LANES or not _LANES < k <= MOST_COLUMNS or m == 0:
         raise Unsupported(
-            f"quantize_rows: {m} rows of {k}, the kernel takes rows of multiples of"
+            f"fp8_operands: {m} rows of {k}, the kernel takes rows of multiples of"
             f" {_LANES} from {2 * _LANES} to {MOST_COLUMNS}; use implementation='xla'"
         )
 
@@ -655,12 +655,12 @@ def _over_tiles(
     x, (m, k) = operands[0], operands[0].shape
     if x.dtype != dtype and x.dtype.name not in _WIDE:
         raise Unsupported(
-            f"transpose_rows: an operand of type {x.dtype.name}, the kernel takes"
+            f"fp8_operands: an operand of type {x.dtype.name}, the kernel takes"
             f" {_WIDE}; use implementation='xla'"
         )
     if x.size == 0 or m % TILE or k % TILE:
         raise Unsupported(
-            f"transpose_rows: an operand of shape {x.shape}, the kernel takes multiples"
+            f"fp8_operands: an operand of shape {x.shape}, the kernel takes multiples"
             f" of {TILE}; use implementation='xla'"
         )
 

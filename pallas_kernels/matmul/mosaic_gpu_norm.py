@@ -89,7 +89,7 @@ def norm_config(m: int, n: int, k: int, device: DeviceSpec) -> NormConfig | None
         >>> norm_config(9984, 768, 3072, H200) is None
         True
     """
-    if m % TILE_ROWS or n % LINE or not LINE < n <= MOST_COLUMNS:
+    if not m or m % TILE_ROWS or n % LINE or not LINE < n <= MOST_COLUMNS:
         return None
     best: tuple[float, NormConfig] | None = None
     for tile in _TILES:

@@ -230,7 +230,10 @@ class TileSparse24:
         return replace_values(self.pattern, values)
 
     def decompress(self) -> TileSparse:
-        """The weight as a `TileSparse`; exact, also under `jax.jit`."""
+        """The weight as a `TileSparse`; exact, also under `jax.jit`.
+
+        Its granularity is 64 where `compress` found it so.
+        """
         *lead, columns, half = self.values.shape
         blocks, steps = columns // BLOCK, 2 * half // STEP
         words = self.metadata.reshape(*lead, blocks, steps, 4, 8, 4)
@@ -317,6 +320,7 @@ def _in_groups(w: TileSparse) -> TileSparse:
     places = np.arange(w.room)
     starts = rows[..., places // STEP * STEP]
     aligned = (rows == starts + places % STEP) & (starts % STEP == 0)
+    aligned[..., 1:] &= np.diff(rows, axis=-1) > 0  # a tile with all rows has them so
     whole = (counts % STEP == 0).all() and w.shape[0] % STEP == 0
     if not whole or not (aligned | (places >= counts[..., None])).all():
         return w

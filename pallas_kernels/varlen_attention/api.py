@@ -152,9 +152,9 @@ def varlen_attention(
             for others than E4M3; cu_seqlens are not integers; or scale or softcap is
             traced or no number.
         ValueError: shapes do not match, N is not a multiple of K, an option is out of
-            range, relative_bias comes with cu_seqlens_k, or cu_seqlens that are not
-            traced do not fit (traced ones cannot be checked: prefix sums beyond T or S
-            count as T or S).
+            range, relative_bias comes with a cu_seqlens_k that is another array than
+            cu_seqlens_q, or cu_seqlens that are not traced do not fit (traced ones
+            cannot be checked: prefix sums beyond T or S count as T or S).
         Unsupported: the implementation that was named cannot serve the arguments.
         NotImplementedError: a call in E4M3 is differentiated.
 

@@ -67,7 +67,7 @@ class PinnedBuffers:
         array: Any = buffer.array
         if not array.is_ready() and np.isnan(buffer.view).any():
             array.block_until_ready()
-        buffer.view.fill(np.nan if dtype is np.float32 else 0)
+        buffer.view.fill(np.nan if buffer.view.dtype == np.float32 else 0)
         return buffer
 
     def give_back(self, buffer: PinnedBuffer) -> None:

@@ -49,8 +49,8 @@ class EngineConfig(SchedulerSettings):
     twice as many tokens."""
     memory_fraction: float = 0.9
     """Fraction of each device's memory for weights, KV cache and computation, as far as
-    JAX has reserved it: 0.95 where a command or `LLM.from_pretrained` comes first,
-    otherwise 0.75, or ``XLA_CLIENT_MEM_FRACTION``."""
+    JAX has reserved it: up to 0.95 where a command or `LLM.from_pretrained` comes
+    first, otherwise 0.75, or ``XLA_CLIENT_MEM_FRACTION``."""
     prefill_tokens: tuple[int, ...] | None = None
     """Sizes, in prompt tokens per engine step, that prefill is compiled for; None is
     128, 256 and so on to 2,048, on a CPU 16, 64 and 256."""

@@ -21,7 +21,8 @@ def reserve_for_serving() -> None:
     """Let JAX reserve up to 0.95 of each GPU; 1.3 GB stay free.
 
     Nothing changes if it has begun or the user says otherwise. To be called before JAX
-    is asked for its devices: this is when it reserves.
+    is asked for its devices: this is when it reserves. It is said by a variable of the
+    environment, which processes that this one starts have, too.
     """
     if not (_has_begun() or _chosen()):
         os.environ[_NAMES[0]] = f"{serving_share(_smallest_gpu()):.4g}"

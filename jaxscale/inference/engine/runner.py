@@ -362,7 +362,8 @@ class Runner:
         if self._kv_scales is None:
             return
         with self._on_mesh():
-            scales = 0 * self.pages.scales + self._kv_scales[:, None]  # [L, P, 2, K]
+            zeros = jnp.zeros_like(self.pages.scales)
+            scales = zeros + self._kv_scales[:, None]  # [L, P, 2, K]
             scales = jax.device_put(scales, self._sharding(SCALES_AXES))
         self.pages = self.pages._replace(scales=scales)
 

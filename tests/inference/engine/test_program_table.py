@@ -201,7 +201,8 @@ def test_a_broken_file_of_the_cache_does_not_wait_for_what_is_behind():
         def trace(self):
             if self.key == "b":
                 busy.set()
-                while not made_again():
+                end = time.monotonic() + 120
+                while not made_again() and time.monotonic() < end:
                     time.sleep(0.001)
             done.append(("trace", self.key))
             return self

@@ -167,6 +167,25 @@ def test_configs_that_cannot_run_at_once():
         interpreted(SMALL, operands(8, 192, 64))
 
 
+def test_no_rows():
+    x, w, bias, residual, scale, shift = operands(8, 256, 64)
+    with use_device(H200):
+        y = run(x[:0], w, bias, residual[:0], scale, shift)
+    assert y.shape == (0, 256)
+
+
+def test_a_layer_in_place_says_that_it_has_no_gradient():
+    x, w, bias, *added = operands(8, 256, 64)
+    stacks = w[None], bias[None]
+
+    def loss(x):
+        y = run(x, *stacks, *added, layer=jnp.int32(0), implementation="mosaic_gpu")
+        return jnp.sum(y.astype(jnp.float32))
+
+    with use_device(H200), pytest.raises(NotImplementedError, match="has no gradient"):
+        jax.eval_shape(jax.grad(loss), x)
+
+
 def test_mistakes():
     x, w, bias, residual, scale, shift = operands(8, 64, 64)
     norm = ResidualNorm(residual, scale, shift, EPS)
@@ -178,5 +197,9 @@ def test_mistakes():
         run(x, w, bias, residual[:4], scale, shift)
     with pytest.raises(ValueError, match="expected one type"):
         run(x, w, bias, residual.astype(jnp.float32), scale, shift)
+    with pytest.raises(ValueError, match="scale has type int32"):
+        run(x, w, bias, residual, scale.astype(jnp.int32), shift)
+    with pytest.raises(ValueError, match="bias has type int32"):
+        run(x, w, bias, residual, scale, shift.astype(jnp.int32))
     with pytest.raises(ValueError, match="eps -1"):
         dense(x, [w], [bias], norm=norm._replace(eps=-1.0))

@@ -201,6 +201,22 @@ def test_public_call_on_any_device(layout):
     assert relative_error(y, ACTIVATIONS["silu"](want)) < RELATIVE[BF16]
 
 
+def test_all_rows_in_another_order_of_groups():
+    """Each group is aligned, but all rows are not in order."""
+    _, dense = random_24(128, 128, 128, [128])
+    whole = np.ones((128, 128), bool)
+    plain = TileSparse.from_dense(np.asarray(dense, BF16), whole, tile=128)
+    order = np.roll(np.arange(128), 64)[None]
+    w = TileSparse24.compress(plain, order)
+    x = normal(1, (128, 64))
+    with interpret_mosaic_gpu():
+        y = mosaic_gpu.tile_sparse_matmul(
+            x, w, feature_major=(True, True), config=SMALL, device=H200
+        )
+    want = np.asarray(dense, np.float32).T @ np.asarray(x, np.float32)
+    assert relative_error(y, want) < RELATIVE[BF16]
+
+
 def changed(kept, granularity, rows):
     """A pattern that says something else."""
     (values, _, *others), (shape, _, *static) = kept.tree_flatten_with_keys()
