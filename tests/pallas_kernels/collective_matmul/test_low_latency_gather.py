@@ -187,8 +187,8 @@ def calls_in_one_kernel(xs, w, *, form, device):
 
 # Three pieces for one peer, so that both blocks move some; one piece for each of three,
 # so that one of these gets nothing from block 0, which tells that its device is ready.
-# (Two devices that push could do without waiting for that at the end: block 0 has a piece
-# for the only peer.)
+# (Two devices that push need not wait for that at the end: block 0 has a piece for the
+# only peer.)
 @pytest.mark.parametrize("form", ["pull", "push"])
 @pytest.mark.parametrize(("devices", "rows"), [(2, 24), (4, 8)])
 def test_devices_that_drift_apart(devices, rows, form):
