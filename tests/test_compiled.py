@@ -201,10 +201,13 @@ def test_nothing_moves_the_rows_and_counters_that_peers_write_to(push):
         ("begin_gathers", 0),
         *[("all_gather_matmul", 0)] * 2,
     ]
-    # Of each set: 2 counters and one for each step of a row block, and the blocks.
+    rows, copied = 2 * 512 * 4096, found.sizes("copy")  # of a set
+    assert max(copied, default=0) < rows
+    # Two counters and one for each step of a row block, and the blocks.
     counters, turns = 2 * (2 + 2 * 4 * 8), 2 * 132
-    copied = found.sizes("copy")
-    assert max(copied, default=0) < 512 * 4096
+    assert (
+        f"s32[2,{counters // 2}]" in found.hlo and f"s32[2,{turns // 2}]" in found.hlo
+    )
     assert not {counters, turns} & {*copied}
     assert found.count("all-gather") == 0
 
