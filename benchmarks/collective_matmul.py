@@ -49,27 +49,23 @@ from benchmarks.rivals import torch_collective, torch_processes
 from benchmarks.rivals.collective_baselines import AXIS
 from benchmarks.rivals.collective_checks import checks
 from pallas_kernels import collective_matmul
-from pallas_kernels.collective_matmul.all_reduce import (
-    Workspace,
+from pallas_kernels.collective_matmul import (
+    AllReduceWorkspace,
+    CollectiveConfig,
+    GatherWorkspace,
+    low_latency_all_gather_matmul,
     low_latency_all_reduce,
-    make_workspace,
+    make_all_reduce_workspace,
+    make_gather_workspace,
 )
 from pallas_kernels.collective_matmul.config import (
-    CollectiveConfig,
     CollectiveProblem,
     heuristic,
     in_order_of_k,
 )
-from pallas_kernels.collective_matmul.low_latency_gather import (
-    low_latency_all_gather_matmul,
-)
 from pallas_kernels.collective_matmul.specs import ROWS, SPECS, TENSOR_PARALLEL
-from pallas_kernels.collective_matmul.workspace import (
-    GatherWorkspace,
-    make_gather_workspace,
-)
 from pallas_kernels.matmul import MatmulConfig, matmul
-from pallas_kernels.mosaic import H200, DeviceSpec
+from pallas_kernels.mosaic import H200, DeviceSpec, check_hopper
 from pallas_kernels.scaled_matmul import quantize_fp8
 
 
@@ -91,7 +87,8 @@ SCALED = {
 }
 """Of operands of 8 bits."""
 
-BF16_BYTES = 2
+BF16 = jnp.dtype(jnp.bfloat16)
+BF16_BYTES = BF16.itemsize
 
 WIDEST = MatmulConfig(tile_n=320, stages=3, store_slots=3, cluster="m")
 """At the power cap often faster than what is chosen for a GPU that is not."""
@@ -303,48 +300,43 @@ def forms(params: Mapping[str, Any]) -> list[Form]:
             collective(
                 "low_latency",
                 low_latency,
-                state=functools.partial(workspace, params),
+                state=functools.partial(all_reduce_workspace, params),
             ),
         ]
     return found
 
 
-def workspace(params: Mapping[str, Any]) -> Workspace:
+def all_reduce_workspace(params: Mapping[str, Any]) -> AllReduceWorkspace:
     """What the calls of `low_latency` hand on."""
-    device, elements = DeviceSpec.current(), params["M"] * params["N"]
-    if device is None:
-        raise NotImplementedError("the kernel needs an NVIDIA Hopper GPU")
     if params["M"] > MOST_ROWS_AT_ONCE:
         raise NotImplementedError(f"more than {MOST_ROWS_AT_ONCE} rows")
-    return make_workspace(
-        elements, jnp.dtype(jnp.bfloat16), axis_name=AXIS, device=device
+    return make_all_reduce_workspace(
+        params["M"] * params["N"], BF16, axis_name=AXIS, device=hopper()
     )
 
 
 def gather_workspace(params: Mapping[str, Any]) -> GatherWorkspace:
     """What the calls of `gather_without_barrier` hand on."""
-    device = DeviceSpec.current()
-    if device is None:
-        raise NotImplementedError("the kernel needs an NVIDIA Hopper GPU")
     return make_gather_workspace(
-        params["M"] // params["tp"],
-        params["K"],
-        jnp.dtype(jnp.bfloat16),
-        axis_name=AXIS,
-        device=device,
+        params["M"] // params["tp"], params["K"], BF16, axis_name=AXIS, device=hopper()
     )
+
+
+def hopper() -> DeviceSpec:
+    """The GPU that kernels without a barrier are built for."""
+    return check_hopper(DeviceSpec.current(), "low_latency")
 
 
 def gather_without_barrier(
     handed_on: GatherWorkspace, x: jax.Array, w: jax.Array
 ) -> Any:
     """The fused kernel, with a workspace in the place of XLA's barrier."""
-    device = DeviceSpec.current()
-    assert device is not None
-    return low_latency_all_gather_matmul(x, w, handed_on, axis_name=AXIS, device=device)
+    return low_latency_all_gather_matmul(
+        x, w, handed_on, axis_name=AXIS, device=hopper()
+    )
 
 
-def low_latency(handed_on: Workspace, x: jax.Array, w: jax.Array) -> Any:
+def low_latency(handed_on: AllReduceWorkspace, x: jax.Array, w: jax.Array) -> Any:
     """A matmul of XLA, and the exchange without a barrier."""
     product = baselines.product(x, w)
     return low_latency_all_reduce(product, handed_on, axis_name=AXIS)
@@ -355,9 +347,7 @@ def local_problem(params: Mapping[str, Any]) -> CollectiveProblem:
     kind, tp, m, n, k = (params[name] for name in ("kind", "tp", "M", "N", "K"))
     n, k = (n // tp, k) if kind == "all_gather" else (n, k // tp)
     m = -(-m // tp) * tp  # an all-reduce of one row
-    return CollectiveProblem(
-        kind=kind, m=m, n=(n,), k=(k,), devices=tp, dtype=jnp.dtype(jnp.bfloat16)
-    )
+    return CollectiveProblem(kind=kind, m=m, n=(n,), k=(k,), devices=tp, dtype=BF16)
 
 
 def untuned(params: Mapping[str, Any]) -> CollectiveConfig:

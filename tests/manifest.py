@@ -34,12 +34,16 @@ from jax.experimental.mosaic.gpu import core as mosaic
 from benchmarks.publish import kernel_code
 from pallas_kernels.collective_matmul import (
     all_gather_matmul,
+    low_latency_all_gather_matmul,
+    low_latency_all_reduce,
+    make_all_reduce_workspace,
+    make_gather_workspace,
     matmul_all_reduce,
     matmul_reduce_scatter,
     scaled_all_gather_matmul,
     scaled_matmul_reduce_scatter,
 )
-from pallas_kernels.collective_matmul.specs import ROWS
+from pallas_kernels.collective_matmul.specs import ROWS, TENSOR_PARALLEL
 from pallas_kernels.collective_matmul.specs import SPECS as COLLECTIVE
 from pallas_kernels.collective_matmul.tunable import problems as collective_problems
 from pallas_kernels.decode_layer import LayerWeights, NextProjection, decode_layer
@@ -467,7 +471,41 @@ def collective_cases() -> Iterator[Case]:
             run, in_specs=(x_spec, w_spec), out_specs=y_spec, check_vma=False
         )
         yield Case(name, sharded, (x, w), {"tensor": size})
+    yield from low_latency_cases()
     yield from scaled_collective_cases()
+
+
+def low_latency_cases() -> Iterator[Case]:
+    """Calls without a barrier, and what each program begins with."""
+    rows, columns = P("tensor"), P(None, "tensor")
+    on: dict[str, Any] = {"axis_name": "tensor", "device": H200}
+
+    def gather(x, w, push):
+        workspace = make_gather_workspace(*x.shape, x.dtype, push=push, **on)
+        y, workspace = low_latency_all_gather_matmul(x, w, workspace, **on)
+        return y, workspace.turns
+
+    def reduce(y):
+        workspace = make_all_reduce_workspace(y.size, y.dtype, **on)
+        y, workspace = low_latency_all_reduce(y, workspace, axis_name="tensor")
+        return y, workspace.turns
+
+    for size in TENSOR_PARALLEL:
+        for push in (False, True):
+            sharded = jax.shard_map(
+                functools.partial(gather, push=push),
+                in_specs=(rows, columns),
+                out_specs=(columns, rows),
+                check_vma=False,
+            )
+            arguments = array(1024, 4096), array(4096, 6144)
+            name = f"low_latency_all_gather {'push' if push else 'pull'} tp={size}"
+            yield Case(name, sharded, arguments, {"tensor": size})
+        sharded = jax.shard_map(
+            reduce, in_specs=rows, out_specs=(P(), rows), check_vma=False
+        )
+        name = f"low_latency_all_reduce tp={size}"
+        yield Case(name, sharded, (array(16 * size, 4096),), {"tensor": size})
 
 
 def scaled_collective_cases() -> Iterator[Case]:

@@ -24,17 +24,13 @@ from pallas_kernels import tuned_configs
 from pallas_kernels.collective_matmul import (
     CollectiveConfig,
     all_gather_matmul,
+    low_latency_all_gather_matmul,
+    low_latency_all_reduce,
+    make_all_reduce_workspace,
+    make_gather_workspace,
     matmul_reduce_scatter,
 )
-from pallas_kernels.collective_matmul.all_reduce import (
-    low_latency_all_reduce,
-    make_workspace,
-)
 from pallas_kernels.collective_matmul.config import CollectiveProblem, in_order_of_k
-from pallas_kernels.collective_matmul.low_latency_gather import (
-    low_latency_all_gather_matmul,
-)
-from pallas_kernels.collective_matmul.workspace import make_gather_workspace
 from pallas_kernels.mosaic import H200
 from tests import compiled, manifest, registers
 from tests.compiled import compile_for_h200
@@ -136,22 +132,17 @@ def test_sums_written_to_their_owners_spill_nothing(cluster):
     assert found.count("copy") == 0
 
 
-def decoding(devices, layers, rows_of_one=16):
-    """Steps of a decoder: a product and a sum over devices in each layer."""
+def layers_over_devices(devices, layers, rows_of_one, start, layer):
+    """Steps of layers, which hand a workspace on."""
     mesh = Mesh(np.array(devices), ("tensor",))
 
-    def local(y, w):
-        workspace = make_workspace(y.size, y.dtype, axis_name="tensor", device=H200)
-
+    def local(x, w):
         def step(carry, _):
-            y, workspace = carry
             for _ in range(layers):
-                y, workspace = low_latency_all_reduce(
-                    jnp.tanh(y) @ w, workspace, axis_name="tensor"
-                )
-            return (y, workspace), None
+                carry = layer(jnp.tanh(carry[0]), w, carry[1])
+            return carry, None
 
-        return jax.lax.scan(step, (y, workspace), length=8)[0][0]
+        return jax.lax.scan(step, (x, start(x)), length=8)[0][0]
 
     fn = jax.shard_map(
         local, mesh=mesh, in_specs=P("tensor"), out_specs=P("tensor"), check_vma=False
@@ -161,6 +152,20 @@ def decoding(devices, layers, rows_of_one=16):
         jax.ShapeDtypeStruct((size * len(devices), 4096), jnp.bfloat16, sharding=rows)
         for size in (rows_of_one, 4096)
     )
+
+
+def decoding(devices, layers, rows_of_one=16):
+    """A product and a sum over devices in each layer."""
+
+    def start(x):
+        return make_all_reduce_workspace(
+            x.size, x.dtype, axis_name="tensor", device=H200
+        )
+
+    def layer(x, w, workspace):
+        return low_latency_all_reduce(x @ w, workspace, axis_name="tensor")
+
+    return layers_over_devices(devices, layers, rows_of_one, start, layer)
 
 
 @pytest.mark.parametrize("layers", first((1, 3), 3))
@@ -176,33 +181,17 @@ def test_nothing_moves_the_cells_that_peers_write_to(layers):
 
 
 def gathers(devices, layers, push):
-    """Steps of layers, each of which gathers its rows; their results are the next."""
-    mesh = Mesh(np.array(devices), ("tensor",))
+    """Rows are gathered in each layer; their own results are the next ones."""
+    options = {"axis_name": "tensor", "device": H200}
 
-    def local(x, w):
-        workspace = make_gather_workspace(
-            *x.shape, x.dtype, axis_name="tensor", device=H200, push=push
-        )
+    def start(x):
+        return make_gather_workspace(*x.shape, x.dtype, push=push, **options)
 
-        def step(carry, _):
-            x, workspace = carry
-            for _ in range(layers):
-                y, workspace = low_latency_all_gather_matmul(
-                    jnp.tanh(x), w, workspace, axis_name="tensor", device=H200
-                )
-                x = y[: x.shape[0]]
-            return (x, workspace), None
+    def layer(x, w, workspace):
+        y, workspace = low_latency_all_gather_matmul(x, w, workspace, **options)
+        return y[: x.shape[0]], workspace
 
-        return jax.lax.scan(step, (x, workspace), length=8)[0][0]
-
-    fn = jax.shard_map(
-        local, mesh=mesh, in_specs=P("tensor"), out_specs=P("tensor"), check_vma=False
-    )
-    rows = NamedSharding(mesh, P("tensor"))
-    return jax.jit(fn), tuple(
-        jax.ShapeDtypeStruct((size * len(devices), 4096), jnp.bfloat16, sharding=rows)
-        for size in (512, 4096)
-    )
+    return layers_over_devices(devices, layers, 512, start, layer)
 
 
 @pytest.mark.parametrize("push", [False, True])
@@ -212,7 +201,11 @@ def test_nothing_moves_the_rows_and_counters_that_peers_write_to(push):
         ("begin_gathers", 0),
         *[("all_gather_matmul", 0)] * 2,
     ]
-    assert max(found.sizes("copy"), default=0) < 512 * 4096 * 2
+    rows, copied = 2 * 512 * 4096, found.sizes("copy")  # of a set
+    assert max(copied, default=0) < rows
+    # Two counters and one for each step of a row block; and the number of each block.
+    for count in (2 + 2 * 4 * 8, 132):
+        assert f"s32[2,{count}]" in found.hlo and 2 * count not in copied
     assert found.count("all-gather") == 0
 
 

@@ -51,6 +51,17 @@ def faster(blocks: Any, rows: int) -> str | None:
     Args:
         blocks: The blocks of a decoder.
         rows: How many rows there are.
+
+    Returns:
+        ``"mosaic_gpu"``, or None: the blocks are faster, or nothing was timed.
+
+    Example:
+        >>> from flax import nnx
+        >>> from jaxscale.models.decoder import Decoder
+        >>> from jaxscale.models.families.llama import llama_tiny
+        >>> blocks = Decoder(llama_tiny(), rngs=nnx.Rngs(0)).for_inference().blocks
+        >>> faster(blocks, 32), faster(blocks, 64)
+        ('mosaic_gpu', None)
     """
     if isinstance(blocks, Block):
         return None

@@ -28,9 +28,9 @@ from jaxtyping import Array, Float
 
 from jaxscale.sharding.rules import AxisRules
 from pallas_kernels.collective_matmul.all_reduce import (
-    Workspace,
+    AllReduceWorkspace,
     low_latency_all_reduce,
-    make_workspace,
+    make_all_reduce_workspace,
     was_faster,
 )
 from pallas_kernels.dispatch import Unsupported, dispatch
@@ -46,7 +46,7 @@ type AllReduce = Literal["xla", "low_latency"] | None
 class ReduceWorkspace:
     """The state that the sums of a program pass on, each to the next."""
 
-    workspace: Workspace
+    workspace: AllReduceWorkspace
     """The memory of all devices, split along the first dimension."""
     axis: str = dataclasses.field(metadata={"static": True})
     """The mesh axis of the sums."""
@@ -100,7 +100,9 @@ def sum_over_devices(parts: Float[Array, "D B T N"]) -> Float[Array, "B T N"]:
     everywhere = PartitionSpec(jax.sharding.get_abstract_mesh().axis_names)
     axis = given.axis
 
-    def local(part: Array, workspace: Workspace) -> tuple[Array, Workspace]:
+    def local(
+        part: Array, workspace: AllReduceWorkspace
+    ) -> tuple[Array, AllReduceWorkspace]:
         return low_latency_all_reduce(part[0], workspace, axis_name=axis)
 
     total, workspace = jax.shard_map(
@@ -181,8 +183,8 @@ class Sums:
         """
         everywhere = PartitionSpec(jax.sharding.get_abstract_mesh().axis_names)
 
-        def local() -> Workspace:
-            return make_workspace(
+        def local() -> AllReduceWorkspace:
+            return make_all_reduce_workspace(
                 self.elements, self.dtype, axis_name=self.axis, device=self.device
             )
 

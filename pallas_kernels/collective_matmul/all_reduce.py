@@ -9,10 +9,10 @@ an all-gather has two, for D / 2 times the bytes of the latter.
 XLA clears before each call, and on XLA's barrier over devices, which guarantees that
 the peers' arrays exist. Both together take longer than the exchange.
 
-`low_latency_all_reduce` needs neither. It writes to a `Workspace` that outlives the
-call, made once per program; its *cells* hold data and a flag in one atomic write, so
-that a reader that sees the flag has the data: no fence, no second message. Reading a
-cell empties it.
+`low_latency_all_reduce` needs neither. It writes to an `AllReduceWorkspace` that
+outlives the call, made once per program; its *cells* hold data and a flag in one atomic
+write, so that a reader that sees the flag has the data: no fence, no second message.
+Reading a cell empties it.
 
 Two sets of cells, used alternately, are enough. When a block of device A writes the
 cells of a block of device B for call e + 2, it has finished call e + 1, so it has read
@@ -43,6 +43,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
+from jaxtyping import Array, Num
 
 from pallas_kernels.collective_matmul.communicator import peers, wait_for_signal
 from pallas_kernels.mosaic import DeviceSpec, as_varying, unmarked, varying
@@ -153,7 +154,7 @@ measured to be faster than with XLA's all-reduce."""
 _LAYOUT = plgpu.Layout.WG_STRIDED((LINE,), vec_size=4)
 
 
-class Workspace(NamedTuple):
+class AllReduceWorkspace(NamedTuple):
     """Memory of one device that its peers write to, for consecutive calls.
 
     Each call takes the workspace of the previous one, and all devices make the same
@@ -168,9 +169,9 @@ class Workspace(NamedTuple):
     """int32 [blocks]: which set of cells a block uses next."""
 
 
-def make_workspace(
+def make_all_reduce_workspace(
     elements: int, dtype: jnp.dtype, *, axis_name: str, device: DeviceSpec
-) -> Workspace:
+) -> AllReduceWorkspace:
     """Makes a workspace for the calls of a program, on all devices of an axis.
 
     Its one exchange comes after XLA's barrier: from then on the cells of all devices
@@ -181,24 +182,28 @@ def make_workspace(
         dtype: type of the arrays: bfloat16 or float16.
         axis_name: mesh axis of the sums.
         device: the GPU that the kernel is built for.
+
+    Returns:
+        The workspace of the first call, on each device its own.
     """
     chunks = -(-max(elements, 1) // LINE)
     blocks = min(chunks, device.num_sms)
     chunks = -(-chunks // blocks) * blocks
     cells = jnp.zeros((2, lax.axis_size(axis_name), chunks, LINE), jnp.int32)
-    workspace = Workspace(cells, jnp.zeros(blocks, jnp.int32))
+    workspace = AllReduceWorkspace(cells, jnp.zeros(blocks, jnp.int32))
     start = jnp.zeros((1, LINE), dtype)
     return _exchange(start, workspace, axis_name=axis_name, barrier=True)[1]
 
 
 def low_latency_all_reduce(
-    y: jax.Array, workspace: Workspace, *, axis_name: str
-) -> tuple[jax.Array, Workspace]:
+    y: Num[Array, "*L"], workspace: AllReduceWorkspace, *, axis_name: str
+) -> tuple[Num[Array, "*L"], AllReduceWorkspace]:
     """All-reduces an array over a mesh axis, in fp32 and in the order of the devices.
 
     Args:
         y: any shape; bfloat16 or float16.
-        workspace: from `make_workspace` or the previous call, large enough for y.
+        workspace: from `make_all_reduce_workspace` or the previous call, large enough
+            for y.
         axis_name: mesh axis of the sum.
 
     Returns:
@@ -207,6 +212,21 @@ def low_latency_all_reduce(
 
     Raises:
         ValueError: y does not fit the workspace, or is of another type.
+
+    Example:
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> from pallas_kernels.mosaic import H200
+        >>> mesh = jax.make_mesh((4,), ("tensor",), axis_types=(AxisType.Auto,))
+        >>> def sums(a, b):  # of all calls of a program, one after the other
+        ...     workspace = make_all_reduce_workspace(
+        ...         a.size, a.dtype, axis_name="tensor", device=H200)
+        ...     a, workspace = low_latency_all_reduce(a, workspace, axis_name="tensor")
+        ...     return a, low_latency_all_reduce(b, workspace, axis_name="tensor")[0]
+        >>> f = jax.shard_map(sums, mesh=mesh, in_specs=P("tensor"),
+        ...     out_specs=P(), check_vma=False)
+        >>> y = jax.ShapeDtypeStruct((4 * 64, 128), jnp.bfloat16)
+        >>> [total.shape for total in jax.eval_shape(f, y, y)]  # it runs on GPUs
+        [(64, 128), (64, 128)]
     """
     if y.dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"y has type {y.dtype}, expected bfloat16 or float16")
@@ -225,11 +245,14 @@ def low_latency_all_reduce(
     axes, all_axes = varying(y), varying(y, *workspace) | {axis_name}
     total, workspace = unmarked(
         lambda *operands: _exchange(
-            operands[0], Workspace(*operands[1:]), axis_name=axis_name, barrier=False
+            operands[0],
+            AllReduceWorkspace(*operands[1:]),
+            axis_name=axis_name,
+            barrier=False,
         )
     )(flat, *workspace)
     total = as_varying(total, axes - {axis_name})
-    workspace = Workspace(*(as_varying(part, all_axes) for part in workspace))
+    workspace = AllReduceWorkspace(*(as_varying(part, all_axes) for part in workspace))
     return total.reshape(-1)[: y.size].reshape(y.shape), workspace
 
 
@@ -245,8 +268,8 @@ def was_faster(elements: int, devices: int, device: DeviceSpec) -> bool:
 
 
 def _exchange(
-    flat: jax.Array, workspace: Workspace, *, axis_name: str, barrier: bool
-) -> tuple[jax.Array, Workspace]:
+    flat: jax.Array, workspace: AllReduceWorkspace, *, axis_name: str, barrier: bool
+) -> tuple[jax.Array, AllReduceWorkspace]:
     """The sum of chunks [L/512,512]; the workspace is updated in place."""
     blocks = workspace.turns.size
 
@@ -265,7 +288,7 @@ def _exchange(
         kernel_name="low_latency_all_reduce",
         compiler_params=plgpu.CompilerParams(skip_device_barrier=not barrier),
     )(flat, cells, turns)
-    return total, Workspace(jax.freeze(cells), jax.freeze(turns))
+    return total, AllReduceWorkspace(jax.freeze(cells), jax.freeze(turns))
 
 
 def exchange(
@@ -276,7 +299,7 @@ def exchange(
     Args:
         y: [chunks,512], the term of this device.
         out: as y, the sums.
-        cells: as in `Workspace`.
+        cells: as in `AllReduceWorkspace`.
         turn: int32, which of the two sets of cells.
         axis_name: mesh axis of the sum.
         blocks: blocks of the grid. A block always has the same chunks, so that it

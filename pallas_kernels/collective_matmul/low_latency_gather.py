@@ -4,7 +4,7 @@ The kernel is that of `pallas_kernels.collective_matmul.all_gather_matmul`. What
 counts outlives the call, in a `GatherWorkspace` that each call hands to the next:
 `pallas_kernels.collective_matmul.workspace` says why that is enough.
 
-Axis letters: B leading axes, m rows of one device, K contraction, N columns; D devices.
+Axis letters: m rows of one device, M of all, K contraction, N columns; D devices.
 """
 
 import functools
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jaxtyping import Array, Float
 
 from pallas_kernels import tuned_configs
 from pallas_kernels.collective_matmul import mosaic_gpu_gather
@@ -27,16 +28,19 @@ from pallas_kernels.mosaic import DeviceSpec, as_varying, unmarked, varying
 
 
 def low_latency_all_gather_matmul(
-    x: jax.Array,
-    w: jax.Array,
+    x: Float[Array, "m K"],
+    w: Float[Array, "P Q"],
     workspace: GatherWorkspace,
     *,
     axis_name: str,
     device: DeviceSpec,
     rhs_transposed: bool = False,
     config: CollectiveConfig | None = None,
-) -> tuple[jax.Array, GatherWorkspace]:
+) -> tuple[Float[Array, "M N"], GatherWorkspace]:
     """Multiplies the rows of all devices: ``all_gather(x) @ w``.
+
+    It has no gradients, and is called inside `jax.shard_map` on the arrays of one
+    device.
 
     Args:
         x: [m,K], rows of this device; bfloat16 or float16.
@@ -51,8 +55,30 @@ def low_latency_all_gather_matmul(
         [D*m,N], and the workspace of the next call.
 
     Raises:
-        ValueError: the workspace was made for other or fewer rows.
+        ValueError: the workspace was made for fewer rows, or for another depth, type or
+            GPU.
         Unsupported: the kernel cannot serve the arguments.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> from pallas_kernels.collective_matmul import make_gather_workspace
+        >>> from pallas_kernels.mosaic import H200
+        >>> mesh = jax.make_mesh((4,), ("tensor",), axis_types=(AxisType.Auto,))
+        >>> on = {"axis_name": "tensor", "device": H200}
+        >>> def layers(x, *ws):
+        ...     workspace, ys = make_gather_workspace(*x.shape, x.dtype, **on), []
+        ...     for w in ws:  # each call takes what the previous one hands on
+        ...         y, workspace = low_latency_all_gather_matmul(x, w, workspace, **on)
+        ...         ys.append(y)
+        ...     return ys
+        >>> rows, columns = P("tensor"), P(None, "tensor")
+        >>> f = jax.shard_map(layers, mesh=mesh, in_specs=(rows, columns, columns),
+        ...     out_specs=columns, check_vma=False)
+        >>> x = jax.ShapeDtypeStruct((4 * 128, 512), jnp.bfloat16)
+        >>> w = jax.ShapeDtypeStruct((512, 4 * 256), jnp.bfloat16)
+        >>> [y.shape for y in jax.eval_shape(f, x, w, w)]  # it runs on GPUs
+        [(512, 1024), (512, 1024)]
     """
     call = Call.over(axis_name, rhs_transposed=rhs_transposed, out_dtype=x.dtype)
     problem = CollectiveProblem.of("all_gather", x[None], (w,), call)

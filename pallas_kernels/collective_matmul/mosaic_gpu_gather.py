@@ -151,24 +151,21 @@ def check_workspace(workspace: GatherWorkspace, plan: "Plan") -> None:
             f"workspace has {found} counters, expected {need} for {layout.batch} x"
             f" {layout.rows} rows of a device; make it for as many"
         )
-    if workspace.turns.shape[1] < layout.num_blocks:
+    # Only blocks that run turn to the next set: the same ones must in all calls.
+    if (blocks := workspace.turns.shape[1]) != layout.num_blocks:
         raise ValueError(
-            f"workspace is for {workspace.turns.shape[1]} blocks, expected"
-            f" {layout.num_blocks}; make it for this GPU"
+            f"workspace is for {blocks} blocks, expected {layout.num_blocks} with"
+            f" {layout.config}; make it for this GPU"
         )
     if workspace.rows is None:
         return
-    if plan.keep:
+    (_, slabs, rows, depth), chunks = workspace.rows.shape, plan.chunks
+    wanted = layout.batch * layout.devices, chunks.shape[1] * chunks.across
+    fits = (slabs, depth) == wanted and rows >= layout.rows
+    if workspace.rows.dtype != chunks.dtype or not fits:
         raise ValueError(
-            "return_gathered=True, expected False with a workspace that peers write"
-            " their rows to, where the next but one call puts others; make one with"
-            " push=False"
-        )
-    _, slabs, rows, depth = workspace.rows.shape
-    wanted = layout.batch * layout.devices, plan.chunks.shape[1] * plan.chunks.across
-    if (slabs, depth) != wanted or rows < layout.rows:
-        raise ValueError(
-            f"workspace has rows of shape {workspace.rows.shape}, expected"
+            f"workspace has rows of type {workspace.rows.dtype} and shape"
+            f" {workspace.rows.shape}, expected {chunks.dtype} and"
             f" [2, {wanted[0]}, at least {layout.rows}, {wanted[1]}]; make it for x"
         )
 

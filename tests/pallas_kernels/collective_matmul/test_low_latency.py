@@ -16,7 +16,7 @@ from pallas_kernels.collective_matmul import all_reduce
 from pallas_kernels.collective_matmul.all_reduce import (
     LINE,
     low_latency_all_reduce,
-    make_workspace,
+    make_all_reduce_workspace,
 )
 from pallas_kernels.mosaic import H200, DeviceSpec, unmarked
 from tests.interpreter import (
@@ -91,7 +91,9 @@ def test_calls_of_several_sizes_with_one_workspace(devices, dtype, check_vma):
     shapes = [(3, 700), (1, 5), (2, 1024), (1, 512)]  # 5, 1, 4 and 1 chunks
 
     def run(*ys):
-        workspace = make_workspace(3000, dtype, axis_name="tensor", device=SMALL)
+        workspace = make_all_reduce_workspace(
+            3000, dtype, axis_name="tensor", device=SMALL
+        )
         sums = []
         for y in ys:
             y, workspace = low_latency_all_reduce(y, workspace, axis_name="tensor")
@@ -168,7 +170,9 @@ def test_two_sets_of_cells_are_enough_where_devices_drift_apart(sets):
 )
 def test_arrays_that_do_not_fit_the_workspace(shape, dtype, message):
     def run(y):
-        workspace = make_workspace(600, BF16, axis_name="tensor", device=SMALL)
+        workspace = make_all_reduce_workspace(
+            600, BF16, axis_name="tensor", device=SMALL
+        )
         return low_latency_all_reduce(y, workspace, axis_name="tensor")
 
     with pytest.raises(ValueError, match=message):
@@ -181,7 +185,9 @@ def test_lowered_for_cuda(devices, rows):
     """No kernel but the first has a barrier, and none has semaphores to clear."""
 
     def run(y):
-        workspace = make_workspace(y.size, BF16, axis_name="tensor", device=H200)
+        workspace = make_all_reduce_workspace(
+            y.size, BF16, axis_name="tensor", device=H200
+        )
         for _ in range(3):
             y, workspace = low_latency_all_reduce(y, workspace, axis_name="tensor")
         return y

@@ -1,6 +1,7 @@
 """Gathers without a barrier: interpreted, call after call, and lowered."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from pallas_kernels.collective_matmul.low_latency_gather import (
 from pallas_kernels.collective_matmul.workspace import (
     ARRIVED,
     READY,
+    Counters,
     make_gather_workspace,
 )
 from pallas_kernels.matmul.mosaic_gpu import Columns
@@ -34,6 +36,8 @@ BF16 = jnp.dtype(jnp.bfloat16)
 P = jax.sharding.PartitionSpec
 SMALL = dataclasses.replace(H200, num_sms=2)
 ROWS = CollectiveConfig(tile_m=128, tile_n=64, stages=2)
+PAUSE = 2500
+"""Reads of a counter, by which one that is late waits while others go on."""
 IN_ORDER_OF_K = dataclasses.replace(
     ROWS, gather_order="k", buffer_bytes=1024, piece_chunks=8
 )
@@ -103,8 +107,8 @@ def calls_in_one_kernel(xs, w, *, form, device):
     """The results of several gathers by one kernel, in which devices drift apart.
 
     The interpreter lets devices begin and end a kernel together, which hardware without
-    a barrier does not. Blocks of one device do meet between two calls, as its kernels
-    follow each other.
+    a barrier does not. Blocks of one device do meet before and after a call, as its
+    kernels follow each other, and only in between are its rows in memory.
     """
     devices, (rows, depth), calls = lax.axis_size("tensor"), xs[0].shape, len(xs)
     call = Call.over("tensor", out_dtype=w.dtype)
@@ -123,17 +127,42 @@ def calls_in_one_kernel(xs, w, *, form, device):
 
     def body(*refs, **scratch):
         refs = list(refs)
-        x_refs, (w_ref, *workspace, met) = refs[:calls], refs[calls : -calls - 1]
+        sources, (w_ref, *workspace, x, met) = refs[:calls], refs[calls : -calls - 1]
         outs, gathered = refs[-calls - 1 : -1], refs[-1]
         gathered = [] if form == "push" else [gathered]
-        for i, (x, out) in enumerate(zip(x_refs, outs, strict=True)):
-            late = lax.axis_index("tensor") == i // 2 % devices
-            turns = jnp.where(late, 40, 0)
+
+        def pause(late):
+            turns = jnp.where(late, PAUSE, 0)
             lax.fori_loop(0, turns, lambda _, n: n + met[0], jnp.int32(0))
+
+        def meet(number):
+            raise_counter(met.at[pl.ds(number, 1)])
+            await_counter(met.at[pl.ds(number, 1)], everyone)
+
+        for i, (source, out) in enumerate(zip(sources, outs, strict=True)):
+            # One device is late: its rows, or what one of its blocks moves.
+            late, kind = lax.axis_index("tensor") == i % devices, i % 3
+            first = (layout.block == 0) & (lax.axis_index("warpgroup") == 0)
+
+            @pl.when(first)
+            def _begin(source=source, late=late & (kind == 0)):
+                pause(late)
+                x[...] = source[...]
+
+            class Late(Counters):
+                def begin(self, turn, late=late & (layout.block == kind - 1)):
+                    pause(late)
+                    super().begin(turn)
+
+            meet(2 * i)
             given = [x, w_ref, *workspace, out, *gathered]
-            mosaic_gpu_gather.Roles.of(plan, given, scratch).run()
-            raise_counter(met.at[pl.ds(i, 1)])
-            await_counter(met.at[pl.ds(i, 1)], everyone)
+            roles = mosaic_gpu_gather.Roles.of(plan, given, scratch)
+            dataclasses.replace(roles, signals=Late(*roles.signals)).run()
+            meet(2 * i + 1)
+
+            @pl.when(first)
+            def _end():
+                x[...] = jnp.full(x.shape, jnp.nan, x.dtype)
 
     def kernel(w, *xs):
         slabs = (devices, rows, depth)
@@ -143,7 +172,8 @@ def calls_in_one_kernel(xs, w, *, form, device):
         ]
         if form == "push":
             workspace.insert(0, jnp.full((2, *slabs), jnp.nan, w.dtype))
-        workspace.append(jnp.zeros(calls, jnp.int32))
+        workspace.append(jnp.full((1, rows, depth), jnp.nan, w.dtype))
+        workspace.append(jnp.zeros(2 * calls, jnp.int32))
         out = jax.ShapeDtypeStruct((devices, rows, w.shape[1]), w.dtype)
         *outs, _ = plgpu.kernel(
             body,
@@ -155,10 +185,14 @@ def calls_in_one_kernel(xs, w, *, form, device):
     return unmarked(kernel)(w, *xs)
 
 
+# Three pieces for one peer, so that both blocks move some; one piece for each of three,
+# so that one of these gets nothing from block 0, which tells that its device is ready.
+# (Two devices that push need not wait for that at the end: block 0 has a piece for the
+# only peer.)
 @pytest.mark.parametrize("form", ["pull", "push"])
-@pytest.mark.parametrize("devices", [2, 4])
-def test_devices_that_drift_apart(devices, form):
-    rows, depth, calls = 16, 64, 8
+@pytest.mark.parametrize(("devices", "rows"), [(2, 24), (4, 8)])
+def test_devices_that_drift_apart(devices, rows, form):
+    depth, calls = 64, 6
     xs = [drawn(i, devices * rows, depth) for i in range(calls)]
     w = drawn(100, depth, devices * 64)
     f = jax.shard_map(
@@ -171,6 +205,35 @@ def test_devices_that_drift_apart(devices, form):
     with interpret_mosaic_gpu(concurrent_blocks=True, timeout=60):
         for x, y in zip(xs, jax.jit(f)(xs, w), strict=True):
             assert relative_error(y, wide(x) @ wide(w)) < RELATIVE[BF16]
+
+
+@pytest.mark.parametrize(
+    ("made_for", "message"),
+    [
+        (
+            {"rows": 128, "push": False},
+            "has 4 counters, expected 6 for 1 x 144",
+        ),
+        ({"device": dataclasses.replace(SMALL, num_sms=4)}, "4 blocks, expected 2"),
+        ({"rows": 130}, r"\(2, 2, 136, 128\), .*at least 144, 128\]"),
+        ({"depth": 256}, r"\(2, 2, 144, 256\), .*at least 144, 128\]"),
+        ({"batch": 2}, r"\(2, 4, 144, 128\), .*\[2, 2, at least"),
+        ({"dtype": jnp.dtype(jnp.float16)}, "type float16 and .*, expected bfloat16"),
+    ],
+    ids=lambda case: "_".join(case) if isinstance(case, dict) else "",
+)
+def test_workspaces_that_do_not_fit(made_for, message):
+    fitting = {"rows": 144, "depth": 128, "dtype": BF16, "device": SMALL, "push": True}
+
+    def run(x, w):
+        workspace = make_gather_workspace(axis_name="tensor", **fitting | made_for)
+        options = {"axis_name": "tensor", "device": SMALL, "config": ROWS}
+        y, workspace = low_latency_all_gather_matmul(x, w, workspace, **options)
+        return y, workspace.counters[None]
+
+    x, w = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((288, 128), (128, 128)))
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(over_devices(cpu_mesh(tensor=2), run), x, w)
 
 
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
@@ -202,3 +265,4 @@ def test_lowered_for_cuda(devices, push):
     text = lower_for_cuda(mapped, x, w, mesh={"tensor": devices}, kernels=4)
     assert text.count("skip_device_barrier = true") == 3
     assert text.count("skip_device_barrier = false") == 1
+    assert not re.search(r"tensor<\d+xi32>", text)  # where semaphores would be

@@ -1,54 +1,29 @@
-"""The all-reduce without a barrier on several GPUs, in processes that end."""
+"""The all-reduce without a barrier on several GPUs."""
 
-import os
-import subprocess
-import sys
-
-import jax
 import pytest
+
+from tests.pallas_kernels.collective_matmul.own_process import run_checks
 
 
 pytestmark = pytest.mark.multigpu
 
 PROGRAM = """
-import functools, sys, jax, jax.numpy as jnp, numpy as np
-from jax import lax
-from pallas_kernels.collective_matmul.all_reduce import (
-    low_latency_all_reduce, make_workspace)
-from pallas_kernels.mosaic import DeviceSpec
-P = jax.sharding.PartitionSpec
-rows, columns = map(int, sys.argv[1:3])
-devices = max(n for n in (2, 4, 8) if n <= len(jax.devices()))
-mesh = jax.make_mesh((devices,), ("tensor",), (jax.sharding.AxisType.Auto,),
-                     devices=jax.devices()[:devices])
-device = DeviceSpec.current()
+from pallas_kernels.collective_matmul import (
+    low_latency_all_reduce, make_all_reduce_workspace)
+rows, columns = map(int, sys.argv[1:])
 reduce = functools.partial(low_latency_all_reduce, axis_name="tensor")
-start = functools.partial(make_workspace, axis_name="tensor", device=device)
-
-def everywhere(f):
-    def local(y):
-        return jax.tree.map(lambda a: a[None], f(y[0]))
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("tensor"),
-                                 out_specs=P("tensor"), check_vma=False))
-
-def drawn(dtype, seed=0):
-    values = np.random.default_rng(seed).normal(size=(devices, rows, columns))
-    return jnp.asarray(values.astype(np.float32)).astype(dtype)
+start = functools.partial(
+    make_all_reduce_workspace, axis_name="tensor", device=device)
 
 def wanted(y):
     wide = np.asarray(y.astype(jnp.float32))
     return functools.reduce(np.add, wide).astype(y.dtype)
 
-def busy(y, late):
-    big = jnp.zeros((2048, 2048), y.dtype)
-    work = lambda: lax.fori_loop(0, 20, lambda _, a: a @ a, big)[0, 0]
-    return y + lax.cond(lax.axis_index("tensor") == late, work, lambda: big[0, 0])
-
 def values():
     for dtype in (jnp.bfloat16, jnp.float16):
         f = everywhere(lambda y: reduce(y, start(y.size, y.dtype))[0])
         for seed in range(5):
-            y = drawn(dtype, seed)
+            y = drawn((rows, columns), dtype, seed)
             for copy in np.asarray(f(y)):
                 assert (copy == wanted(y)).all(), (dtype, seed)
 
@@ -68,7 +43,7 @@ def many():
         return lax.fori_loop(0, 2000, turn, (jnp.int32(0), start(y.size, y.dtype)))[0]
     f = everywhere(f)
     for seed in range(3):
-        assert not np.asarray(f(drawn(jnp.bfloat16, seed))).any()
+        assert not np.asarray(f(drawn((rows, columns), seed=seed))).any()
 
 def late():
     for slow in range(devices):
@@ -78,7 +53,7 @@ def late():
                 total, workspace = reduce(busy(y + i, (slow + i) % devices), workspace)
                 sums.append(total)
             return sums
-        y = drawn(jnp.bfloat16)
+        y = drawn((rows, columns))
         for i, copies in enumerate(everywhere(f)(y)):
             for copy in np.asarray(copies):
                 assert (copy == wanted(y + i)).all(), (slow, i)
@@ -87,8 +62,7 @@ def programs():
     # Two programs in turn, whose memory is that of others in between.
     one = everywhere(lambda y: reduce(y, start(y.size, y.dtype))[0])
     two = everywhere(lambda y: reduce(-y, start(4 * y.size, y.dtype))[0])
-    other = everywhere(lambda y: jnp.full((4, 1024, 1024), jnp.nan) + y[0, 0])
-    y = drawn(jnp.bfloat16)
+    y = drawn((rows, columns))
     outputs = []
     for _ in range(30):
         outputs.append((1, one(y)))
@@ -96,25 +70,9 @@ def programs():
         outputs.append((-1, two(y)))
     for sign, copies in outputs:
         assert (np.asarray(copies) == sign * wanted(y)).all()
-
-for check in (values, many, late, programs):
-    check()
-    print("done:", check.__name__, flush=True)
 """
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (16, 4096), (64, 8192)])
 def test_on_gpus(rows, columns):
-    """In a process of its own, which a deadlock would not let end."""
-    if len(jax.devices()) < 2:
-        pytest.skip("needs 2 GPUs")
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(rows), str(columns)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    run_checks(PROGRAM, rows, columns)

@@ -136,7 +136,14 @@ class PageForecast:
 def growth(
     c: Sequence, num_pages: int, lengths: AnswerLengths, page_size: int
 ) -> tuple[int, float]:
-    """Pages besides so many, and tokens, that a sequence is expected to have yet."""
+    """Pages and tokens that a sequence is expected to have yet.
+
+    Args:
+        c: The sequence.
+        num_pages: Pages that it has or gets, which do not count.
+        lengths: What is expected of it.
+        page_size: Tokens of a page.
+    """
     left = lengths.left(c)
     whole = math.ceil((len(c.tokens) + left) / page_size)
     return max(whole - num_pages, 0), left
