@@ -22,9 +22,13 @@ from pallas_kernels.collective_matmul.config import (
     CollectiveProblem,
     heuristic,
 )
-from pallas_kernels.collective_matmul.ops import TABLE
+from pallas_kernels.collective_matmul.ops import TABLE, check_mesh
 from pallas_kernels.collective_matmul.workspace import GatherWorkspace
+from pallas_kernels.dispatch import no_derivative
 from pallas_kernels.mosaic import DeviceSpec, as_varying, unmarked, varying
+
+
+_NAME = "low_latency_all_gather_matmul"
 
 
 def low_latency_all_gather_matmul(
@@ -40,7 +44,8 @@ def low_latency_all_gather_matmul(
     """Multiplies the rows of all devices: ``all_gather(x) @ w``.
 
     It has no gradients, and is called inside `jax.shard_map` on the arrays of one
-    device.
+    device, with all mesh axes manual. The mesh has the devices of one process in the
+    order of `jax.devices()`.
 
     Args:
         x: [m,K], rows of this device; bfloat16 or float16.
@@ -55,9 +60,10 @@ def low_latency_all_gather_matmul(
         [D*m,N], and the workspace of the next call.
 
     Raises:
-        ValueError: the workspace was made for fewer rows, or for another depth, type or
-            GPU.
-        Unsupported: the kernel cannot serve the arguments.
+        ValueError: shapes or types of x and w disagree, or the workspace was made for
+            fewer rows, or for another depth, type or GPU.
+        Unsupported: the kernel cannot serve the arguments, or there are not 2, 4 or 8
+            devices.
 
     Example:
         >>> import jax.numpy as jnp
@@ -80,7 +86,20 @@ def low_latency_all_gather_matmul(
         >>> [y.shape for y in jax.eval_shape(f, x, w, w)]  # it runs on GPUs
         [(512, 1024), (512, 1024)]
     """
-    call = Call.over(axis_name, rhs_transposed=rhs_transposed, out_dtype=x.dtype)
+    depth = w.shape[1 if rhs_transposed else 0]
+    if x.dtype != w.dtype or x.shape[1] != depth:
+        raise ValueError(
+            f"x and w have types {x.dtype} and {w.dtype} and shapes {x.shape} and"
+            f" {w.shape} (rhs_transposed={rhs_transposed}), expected one type and as"
+            " many input features"
+        )
+    call = Call.over(
+        axis_name, rhs_transposed=rhs_transposed, out_dtype=x.dtype, device=device
+    )
+    check_mesh(_NAME, call)
+    x, w = no_derivative(
+        (x, w), f"{_NAME} has no gradients; use all_gather_matmul for training"
+    )
     problem = CollectiveProblem.of("all_gather", x[None], (w,), call)
     config = tuned_configs.lookup(
         TABLE,

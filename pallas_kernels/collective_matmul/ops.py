@@ -152,7 +152,7 @@ def _run_portable(
 
 
 def _run_kernel(op: Op, x: Any, ws: Operands, call: Call) -> Any:
-    device = _check_mesh(op, call)
+    device = check_mesh(op.name, call)
     problem = CollectiveProblem.of(op.kind, x, ws, call)
     config = tuned_configs.lookup(
         TABLE,
@@ -191,7 +191,7 @@ def _run_kernel(op: Op, x: Any, ws: Operands, call: Call) -> Any:
     return mapped(x, ws)
 
 
-def _check_mesh(op: Op, call: Call) -> DeviceSpec:
+def check_mesh(name: str, call: Call) -> DeviceSpec:
     """Checks that a kernel can reach its peers, as far as is known at trace time.
 
     The order of the devices and their processes are known only when the function is
@@ -203,18 +203,18 @@ def _check_mesh(op: Op, call: Call) -> DeviceSpec:
     Raises:
         Unsupported: the kernel cannot run there.
     """
-    device = check_hopper(call.device, op.name)
+    device = check_hopper(call.device, name)
     instead = "use implementation='xla'"
     if call.size not in SIZES:
         raise Unsupported(
-            f"{op.name}: axis {call.axis_name!r} has {call.size} devices, expected one"
+            f"{name}: axis {call.axis_name!r} has {call.size} devices, expected one"
             f" of {SIZES}; {instead}"
         )
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.are_all_axes_manual:
         others = sorted(set(mesh.axis_names) - set(mesh.manual_axes))
         raise Unsupported(
-            f"{op.name}: the compiler divides arrays over axes {others}, and the kernel"
+            f"{name}: the compiler divides arrays over axes {others}, and the kernel"
             " addresses GPUs of the entire mesh; make all axes manual"
             " (jax.shard_map without axis_names)"
         )

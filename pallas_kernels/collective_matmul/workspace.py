@@ -40,7 +40,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.collective_matmul.communicator import peers, wait_for_signal
+from pallas_kernels.collective_matmul.communicator import (
+    Chunks,
+    peers,
+    wait_for_signal,
+)
 from pallas_kernels.collective_matmul.layout import RowLayout
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.mosaic.aliases import Ref, Scalar
@@ -69,7 +73,7 @@ _MOST_PUSHED = 4 << 20
 and 4 MiB; with 8 MiB it is 8 to 17 % slower (two H200s, trials)."""
 
 _STEP_BYTES = 1024
-"""The smallest steps in which rows of a peer come in the order of K."""
+"""The smallest buffer for rows of a peer: the smaller, the more steps along K."""
 
 
 class GatherWorkspace(NamedTuple):
@@ -128,7 +132,7 @@ def make_gather_workspace(
     rows, depth = -(-rows // 8) * 8, -(-depth // 64) * 64
     nbytes = batch * rows * depth * jnp.dtype(dtype).itemsize
     push = nbytes <= _MOST_PUSHED if push is None else push
-    steps = -(-depth * jnp.dtype(dtype).itemsize // _STEP_BYTES)
+    steps = Chunks.of(1, depth, jnp.dtype(dtype), _STEP_BYTES).across
     count = ARRIVED + devices * batch * -(-rows // 128) * steps
     workspace = GatherWorkspace(
         jnp.zeros((2, batch * devices, rows, depth), dtype) if push else None,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from pallas_kernels.collective_matmul.workspace import (
     Counters,
     make_gather_workspace,
 )
+from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.matmul.mosaic_gpu import Columns
 from pallas_kernels.mosaic import H200, unmarked
 from pallas_kernels.mosaic.counters import await_counter, raise_counter
@@ -136,7 +138,7 @@ def calls_in_one_kernel(xs, w, *, form, device):
             lax.fori_loop(0, turns, lambda _, n: n + met[0], jnp.int32(0))
 
         def meet(number):
-            raise_counter(met.at[pl.ds(number, 1)])
+            raise_counter(met.at[pl.ds(number, 1)])  # pyright: ignore[reportCallIssue]
             await_counter(met.at[pl.ds(number, 1)], everyone)
 
         for i, (source, out) in enumerate(zip(sources, outs, strict=True)):
@@ -157,7 +159,8 @@ def calls_in_one_kernel(xs, w, *, form, device):
             meet(2 * i)
             given = [x, w_ref, *workspace, out, *gathered]
             roles = mosaic_gpu_gather.Roles.of(plan, given, scratch)
-            dataclasses.replace(roles, signals=Late(*roles.signals)).run()
+            parts: Any = roles.signals
+            dataclasses.replace(roles, signals=Late(*parts)).run()
             meet(2 * i + 1)
 
             @pl.when(first)
@@ -234,6 +237,48 @@ def test_workspaces_that_do_not_fit(made_for, message):
     x, w = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((288, 128), (128, 128)))
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(over_devices(cpu_mesh(tensor=2), run), x, w)
+
+
+def shapes_of(x, w, *, devices=2, rhs_transposed=False, mapped=None):
+    """The result's shape; of rows and columns of all devices, in bfloat16."""
+
+    def run(x, w):
+        rows, depth = x.shape
+        workspace = make_gather_workspace(
+            rows, depth, x.dtype, axis_name="tensor", device=H200
+        )
+        options = {"axis_name": "tensor", "rhs_transposed": rhs_transposed}
+
+        def call(x, w):
+            y, _ = low_latency_all_gather_matmul(
+                x, w, workspace, device=H200, **options
+            )
+            return y
+
+        return call(x, w) if mapped is None else mapped(call, x, w)
+
+    x, w = (jax.ShapeDtypeStruct(shape, BF16) for shape in (x, w))
+    f = over_devices(cpu_mesh(tensor=devices), lambda x, w: (run(x, w), jnp.zeros(1)))
+    return jax.eval_shape(f, x, w)[0].shape
+
+
+def test_a_depth_of_few_divisors_has_counters():
+    assert shapes_of((128, 64 * 257), (64 * 257, 256)) == (128, 256)
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="as many input features"):
+        shapes_of((128, 128), (256, 256))
+    with pytest.raises(ValueError, match="rhs_transposed=True"):
+        shapes_of((128, 128), (128, 512), rhs_transposed=True)
+    with pytest.raises(Unsupported, match="has 3 devices"):
+        shapes_of((192, 128), (128, 384), devices=3)
+
+    def gradient(call, x, w):
+        return jax.grad(lambda x: call(x, w).astype(jnp.float32).sum())(x)
+
+    with pytest.raises(NotImplementedError, match="has no gradients"):
+        shapes_of((128, 128), (128, 256), mapped=gradient)
 
 
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
