@@ -40,7 +40,7 @@ dim.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,7 +78,12 @@ from pallas_kernels.mosaic.pipeline import (
     previous_slot,
     proxy_fence,
 )
-from pallas_kernels.quantized_matmul.widen import load_in_order, load_widened
+from pallas_kernels.quantized_matmul.widen import (
+    load_pairs,
+    load_words,
+    widen_pairs,
+    widen_words,
+)
 
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -352,13 +357,8 @@ class _Block:
                 w, x = slots
                 plgpu.barrier_wait(activations["full"].at[x])
                 plgpu.barrier_wait(weights["full"].at[w])
-                for j, acc in enumerate(accs):
-                    self.multiply_tile(
-                        stage,
-                        acc,
-                        weights["smem"].at[w, number * UNIT + j],
-                        activations["smem"].at[x],
-                    )
+                tiles = [weights["smem"].at[w, number * UNIT + j] for j in range(UNIT)]
+                self.multiply_tile(stage, accs, tiles, activations["smem"].at[x])
                 plgpu.wgmma_wait(0)
                 if self.problem.narrow:
                     # The copy engine may write what registers have read.
@@ -384,22 +384,34 @@ class _Block:
         return pl.run_scoped(scoped, *[accumulator] * UNIT)
 
     def multiply_tile(
-        self, stage: Stage, acc: Ref, weight: Ref, activations: Ref
+        self,
+        stage: Stage,
+        accs: Sequence[Ref],
+        weights: Sequence[Ref],
+        activations: Ref,
     ) -> None:
-        """Starts to add the products of a group's tile and the activations.
+        """Starts to add the products of the groups' tiles and the activations.
 
         Tensor cores read bfloat16 as it lies there, [tile_k,64]; 8 bits, [64,tile_k],
         are widened on their way through registers.
         """
         if not self.problem.narrow:
-            plgpu.wgmma(acc, weight.transpose((1, 0)), activations.transpose((1, 0)))
+            for acc, weight in zip(accs, weights, strict=True):
+                plgpu.wgmma(
+                    acc, weight.transpose((1, 0)), activations.transpose((1, 0))
+                )
             return
+        load, widen = load_pairs, widen_pairs
+        if self.in_pairs(stage.source):
+            load, widen = load_words, widen_words
         tile_k = self.schedule.tile_k
-        load = load_widened if self.in_pairs(stage.source) else load_in_order
         for first in range(0, tile_k, _WIDENED):
             columns = pl.ds(first, min(_WIDENED, tile_k))
             tokens = activations.at[:, columns].transpose((1, 0))
-            plgpu.wgmma(acc, load(weight.at[:, columns]), tokens)
+            # All at once: none is asked for when the first is multiplied.
+            loaded = [load(weight.at[:, columns]) for weight in weights]
+            for acc, values in zip(accs, loaded, strict=True):
+                plgpu.wgmma(acc, widen(values), tokens)
 
     def part(self, stage: Stage, unit: Scalar, part: Scalar) -> Ref:
         """Where a part of the sums of a shared unit lies, [2,M/8,64,8].
