@@ -73,10 +73,10 @@ from pallas_kernels.mosaic.counters import (
 )
 from pallas_kernels.mosaic.pipeline import (
     drain,
+    global_proxy_fence,
     hand_over,
     next_slot,
     previous_slot,
-    proxy_fence,
 )
 from pallas_kernels.quantized_matmul.widen import (
     load_pairs,
@@ -280,7 +280,7 @@ class _Block:
 
             if i:
                 self.wait(self.ready[i - 1], self.stages[i - 1].finished)
-                proxy_fence()  # pyright: ignore[reportCallIssue]
+                global_proxy_fence()  # pyright: ignore[reportCallIssue]
             if stage.norm is not None:
                 # Not later: who finishes a column needs them to go on, and copies wait
                 # for it.
