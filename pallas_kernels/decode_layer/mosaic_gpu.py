@@ -73,10 +73,10 @@ from pallas_kernels.mosaic.counters import (
 )
 from pallas_kernels.mosaic.pipeline import (
     drain,
-    global_proxy_fence,
     hand_over,
     next_slot,
     previous_slot,
+    proxy_fence,
 )
 from pallas_kernels.quantized_matmul.widen import (
     load_pairs,
@@ -94,9 +94,8 @@ _OF_FEATURES = _WGMMA.reduce(1)
 _LOADS = 8
 """Parts of sums that a warpgroup reads at a time."""
 
-_WIDENED = 64
-"""Input features whose weights are widened at a time, while those before them are
-multiplied."""
+_WIDENED = 128
+"""Input features whose weights are widened at a time: more take too many registers."""
 
 _REGISTERS = 72, 184
 """Of a copying and of a multiplying thread where weights are widened."""
@@ -280,7 +279,7 @@ class _Block:
 
             if i:
                 self.wait(self.ready[i - 1], self.stages[i - 1].finished)
-                global_proxy_fence()  # pyright: ignore[reportCallIssue]
+                proxy_fence()  # pyright: ignore[reportCallIssue]
             if stage.norm is not None:
                 # Not later: who finishes a column needs them to go on, and copies wait
                 # for it.
@@ -405,13 +404,14 @@ class _Block:
         load, widen = load_pairs, widen_pairs
         if self.in_pairs(stage.source):
             load, widen = load_words, widen_words
-        # All at once: none is asked for when the first is multiplied.
-        loaded = [load(weight) for weight in weights]
-        for first in range(0, self.schedule.tile_k, _WIDENED):
-            last = first + _WIDENED
-            tokens = activations.at[:, pl.ds(first, _WIDENED)].transpose((1, 0))
+        tile_k = self.schedule.tile_k
+        for first in range(0, tile_k, _WIDENED):
+            columns = pl.ds(first, min(_WIDENED, tile_k))
+            tokens = activations.at[:, columns].transpose((1, 0))
+            # All at once: none is asked for when the first is multiplied.
+            loaded = [load(weight.at[:, columns]) for weight in weights]
             for acc, values in zip(accs, loaded, strict=True):
-                plgpu.wgmma(acc, widen(values[:, first:last]), tokens)
+                plgpu.wgmma(acc, widen(values), tokens)
 
     def part(self, stage: Stage, unit: Scalar, part: Scalar) -> Ref:
         """Where a part of the sums of a shared unit lies, [2,M/8,64,8].

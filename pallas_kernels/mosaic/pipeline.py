@@ -119,18 +119,3 @@ def proxy_fence(_: Any) -> None:
     llvm.inline_asm(
         ir.Type.parse("!llvm.void"), [], "fence.proxy.async;", "", has_side_effects=True
     )
-
-
-@plgpu.inline_mgpu()
-def global_proxy_fence(_: Any) -> None:
-    """As `proxy_fence`, for copies from global memory alone.
-
-    It does not wait until all that this thread has written is seen by others.
-    """
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"),
-        [],
-        "fence.proxy.async.global;",
-        "",
-        has_side_effects=True,
-    )

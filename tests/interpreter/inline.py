@@ -61,7 +61,6 @@ def _toggle_number(number):
 _stand_ins: dict[str, StandIn] = {
     # Fences order accesses that the interpreter already makes in order.
     "proxy_fence": StandIn(lambda: (), (), None),
-    "global_proxy_fence": StandIn(lambda: (), (), None),
     "wgmma_fence": StandIn(lambda: (), (), None),
     # So do hints.
     "read_once": StandIn(lambda source: (), (), None),
