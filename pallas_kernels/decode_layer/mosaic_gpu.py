@@ -19,6 +19,10 @@ Weights ``[K,N]`` are the left operand, ``W^T x^T``: 64 output features fill the
 an instruction, and its columns are the requests, 8 to 64 of them, so that few requests
 waste nothing. Sums are ``[features, requests]``.
 
+Weights of 8 bits are widened in registers. What a stage makes for the next then has its
+features in the order in which threads read weights four at a time; the attention's
+output has not, and is multiplied by weights read two at a time.
+
 Blocks share the tiles of a stage evenly (`config.Stage` says how). Who has a column of
 tiles alone finishes it from registers. Sums of other columns go through global memory
 in fp32; whoever finishes them adds them in a fixed order, so that the bits of a row
