@@ -75,9 +75,8 @@ class Decoder(Pretrained, nnx.Module):
     decode_layer: str | None = "auto"
     """Implementation of `pallas_kernels.decode_layer.decode_layer` with which few
     requests decode, ``"mosaic_gpu"`` or ``"xla"``, where the layers allow it; None runs
-    block by block. ``"auto"`` is the kernel where it is known to be faster: up to 32
-    rows with weights in bfloat16, 8 with int8, none with fp8. Set it on a model that
-    `for_inference` returned.
+    block by block. ``"auto"`` is the kernel up to 32 rows, where it is faster. Set it
+    on a model that `for_inference` returned.
     """
 
     @explain_keywords

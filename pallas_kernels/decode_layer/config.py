@@ -44,7 +44,7 @@ class DecodeLayerConfig:
     weight_slots: int | None = None
     """Tiles of weights in flight; None is as many as fit in shared memory."""
     activation_slots: int | None = None
-    """Tiles of activations in flight; None is 8, or 5 for more than 32 requests."""
+    """Tiles of activations in flight; None is 8, with more requests fewer."""
     requested: int | None = 2
     """Tiles of weights that are asked for at a time; None is as many as have room.
 
@@ -446,18 +446,20 @@ class Schedule:
     @property
     def activation_slots(self) -> int:
         """Tiles of activations in flight."""
-        default = 8 if self.problem.rows <= 32 else 5
+        rows = self.problem.rows
+        # So many that six tiles of weights have room beside them, up to 32 requests.
         if self.problem.narrow:  # whose tiles are larger
-            default = 4
+            default = 4 if rows <= 24 else 3
+        else:
+            default = 8 if rows <= 24 else 7 if rows <= 32 else 5
         return self.config.activation_slots or default
 
     @property
     def fixed_bytes(self) -> int:
         """Shared memory besides the ring of weights."""
         rows = self.problem.rows
-        turned = smem_bytes((WARPGROUPS, rows, GROUP), jnp.bfloat16)
         slot = smem_bytes((rows, self.tile_k), jnp.bfloat16)
-        return turned + self.activation_slots * slot + 4096
+        return self.activation_slots * slot + 4096
 
     @property
     def slot_bytes(self) -> int:

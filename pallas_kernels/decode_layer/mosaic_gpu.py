@@ -19,6 +19,10 @@ Weights ``[K,N]`` are the left operand, ``W^T x^T``: 64 output features fill the
 an instruction, and its columns are the requests, 8 to 64 of them, so that few requests
 waste nothing. Sums are ``[features, requests]``.
 
+Weights of 8 bits are widened in registers. What a stage makes for the next then has its
+features in the order in which threads read weights four at a time; the attention's
+output has not, and is multiplied by weights read two at a time.
+
 Blocks share the tiles of a stage evenly (`config.Stage` says how). Who has a column of
 tiles alone finishes it from registers. Sums of other columns go through global memory
 in fp32; whoever finishes them adds them in a fixed order, so that the bits of a row
@@ -40,7 +44,7 @@ dim.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,6 +66,7 @@ from pallas_kernels.decode_layer.config import (
     quotient,
     remainder,
 )
+from pallas_kernels.decode_layer.turned import store_turned
 from pallas_kernels.mosaic import DeviceSpec, check_smem, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.copies import prefetch_row, read_once
@@ -77,7 +82,12 @@ from pallas_kernels.mosaic.pipeline import (
     previous_slot,
     proxy_fence,
 )
-from pallas_kernels.quantized_matmul.widen import load_in_order
+from pallas_kernels.quantized_matmul.widen import (
+    load_pairs,
+    load_words,
+    widen_pairs,
+    widen_words,
+)
 
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -108,8 +118,6 @@ class _Place:
     row: Scalar
     """The first one."""
     rows: int
-    number: Scalar
-    """Which warpgroup of the block finishes them."""
 
     @property
     def span(self) -> Any:
@@ -299,12 +307,12 @@ class _Block:
                 piece: Piece, slots: Any, i: int = i, stage: Stage = stage
             ) -> Any:
                 unit = piece.column * WARPGROUPS + number
-                place = _Place(stage.groups(unit), first_row, stage.rows, number)
+                place = _Place(stage.groups(unit), first_row, stage.rows)
                 # Before the sums, for those who finish them from registers.
                 load = None
                 if stage.norm is not None and (stage.direct or stage.whole):
                     load = functools.partial(self.load_factors, stage.norm, place)
-                sums, factors, slots = self.multiply(piece, number, slots, load)
+                sums, factors, slots = self.multiply(stage, piece, number, slots, load)
                 store = functools.partial(self.store_part, i, stage, unit, piece, sums)
                 finish = functools.partial(
                     self.finish_unit, i, stage, unit, place, sums, factors
@@ -326,6 +334,7 @@ class _Block:
 
     def multiply(
         self,
+        stage: Stage,
         piece: Piece,
         number: Scalar,
         slots: tuple[Scalar, Scalar],
@@ -334,6 +343,7 @@ class _Block:
         """The sums of a piece for the groups of this warpgroup, [64,M] each.
 
         Args:
+            stage: the stage.
             piece: the piece.
             number: which warpgroup.
             slots: where in the rings of weights and activations it begins.
@@ -351,12 +361,8 @@ class _Block:
                 w, x = slots
                 plgpu.barrier_wait(activations["full"].at[x])
                 plgpu.barrier_wait(weights["full"].at[w])
-                for j, acc in enumerate(accs):
-                    self.multiply_tile(
-                        acc,
-                        weights["smem"].at[w, number * UNIT + j],
-                        activations["smem"].at[x],
-                    )
+                tiles = [weights["smem"].at[w, number * UNIT + j] for j in range(UNIT)]
+                self.multiply_tile(stage, accs, tiles, activations["smem"].at[x])
                 plgpu.wgmma_wait(0)
                 if self.problem.narrow:
                     # The copy engine may write what registers have read.
@@ -381,20 +387,35 @@ class _Block:
         accumulator = plgpu.WGMMAAccumulatorRef((GROUP, self.problem.rows), jnp.float32)
         return pl.run_scoped(scoped, *[accumulator] * UNIT)
 
-    def multiply_tile(self, acc: Ref, weight: Ref, activations: Ref) -> None:
-        """Starts to add the products of a group's tile and the activations.
+    def multiply_tile(
+        self,
+        stage: Stage,
+        accs: Sequence[Ref],
+        weights: Sequence[Ref],
+        activations: Ref,
+    ) -> None:
+        """Starts to add the products of the groups' tiles and the activations.
 
         Tensor cores read bfloat16 as it lies there, [tile_k,64]; 8 bits, [64,tile_k],
         are widened on their way through registers.
         """
         if not self.problem.narrow:
-            plgpu.wgmma(acc, weight.transpose((1, 0)), activations.transpose((1, 0)))
+            for acc, weight in zip(accs, weights, strict=True):
+                plgpu.wgmma(
+                    acc, weight.transpose((1, 0)), activations.transpose((1, 0))
+                )
             return
+        load, widen = load_pairs, widen_pairs
+        if self.in_pairs(stage.source):
+            load, widen = load_words, widen_words
         tile_k = self.schedule.tile_k
         for first in range(0, tile_k, _WIDENED):
             columns = pl.ds(first, min(_WIDENED, tile_k))
             tokens = activations.at[:, columns].transpose((1, 0))
-            plgpu.wgmma(acc, load_in_order(weight.at[:, columns]), tokens)
+            # All at once: none is asked for when the first is multiplied.
+            loaded = [load(weight.at[:, columns]) for weight in weights]
+            for acc, values in zip(accs, loaded, strict=True):
+                plgpu.wgmma(acc, widen(values), tokens)
 
     def part(self, stage: Stage, unit: Scalar, part: Scalar) -> Ref:
         """Where a part of the sums of a shared unit lies, [2,M/8,64,8].
@@ -465,7 +486,7 @@ class _Block:
             groups: Any = stage.groups(unit + stage.units - stage.shared_units)
             if not stage.pairs:
                 groups = (groups[0] + j,)
-            place = _Place(groups, row, stage.item_rows, number)
+            place = _Place(groups, row, stage.item_rows)
             # What it reads besides the parts comes while it waits for them.
             epilogue = self.prepare(stage, place)
             self.wait(self.counter(self.of_units[i] + unit), stage.parts)
@@ -644,15 +665,20 @@ class _Block:
         return lax.broadcast_in_dim(vector.astype(jnp.float32), shape, (0,))
 
     def store(self, place: _Place, name: str, group: Scalar, values: jax.Array) -> None:
-        """Stores [64,rows] as bfloat16 of [rows,features]: turned in shared memory."""
-        buffer = self.scratch["turned"].at[place.number, pl.ds(0, place.rows)]
-        buffer.transpose((1, 0))[...] = plgpu.layout_cast(
-            values.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
-        )
-        plgpu.commit_smem()
-        target = self.refs[name].at[place.span, pl.ds(group * GROUP, GROUP)]
-        plgpu.copy_smem_to_gmem(buffer, target)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+        """Stores [64,rows] as bfloat16 of [rows,features]."""
+        target, rows = self.refs[name], place.span
+        if (m := target.shape[0]) < place.rows:
+            rows = pl.ds(0, m)
+        target = target.at[rows, pl.ds(group * GROUP, GROUP)]
+        values = values.astype(jnp.bfloat16)
+        store_turned(target, values, in_pairs=self.in_pairs(name))
+
+    def in_pairs(self, name: str) -> bool:
+        """Whether activations have the order in which 8 bits are widened fastest.
+
+        What this kernel makes for itself has; the attention's output comes as it is.
+        """
+        return self.problem.narrow and name in ("normed_0", "hidden", "normed_1")
 
     def signal(self, counter: Ref) -> None:
         """Says that what this warpgroup has written is there."""
@@ -688,7 +714,6 @@ def _scratch_types(schedule: Schedule) -> dict[str, Any]:
         "activations": plgpu.SMEM(
             (activations, rows, tile_k), jnp.bfloat16, transforms=transforms
         ),
-        "turned": plgpu.SMEM((WARPGROUPS, rows, GROUP), jnp.bfloat16),
         "weights_full": plgpu.Barrier(num_arrivals=TILE_GROUPS, num_barriers=weights),
         "weights_empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=weights),
         "activations_full": plgpu.Barrier(num_barriers=activations),

@@ -48,7 +48,11 @@ from pallas_kernels.quantized_matmul.config import (
     Problem,
     QuantizedMatmulConfig,
 )
-from pallas_kernels.quantized_matmul.widen import in_order_of_pairs, load_widened
+from pallas_kernels.quantized_matmul.widen import (
+    in_order_of_pairs,
+    load_words,
+    widen_words,
+)
 
 
 _TILE_ROWS, _LINE = 8, 64
@@ -278,7 +282,7 @@ def _multiply(
     def scoped(acc: Ref) -> tuple[jax.Array, Scalar]:
         def step(_: jax.Array, slot: jax.Array) -> jax.Array:
             plgpu.barrier_wait(scratch["full"].at[slot])
-            weight = load_widened(scratch["w_smem"].at[slot, features])
+            weight = widen_words(load_words(scratch["w_smem"].at[slot, features]))
             tokens = _part(cut, scratch["x_smem"].at[slot], part)
             plgpu.wgmma(acc, weight, tokens.transpose((1, 0)))  # [k, tokens]
             # The other warpgroups widen or multiply meanwhile.

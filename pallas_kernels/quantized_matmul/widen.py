@@ -43,34 +43,57 @@ def in_order_of_pairs(x: jax.Array) -> jax.Array:
     return x.transpose(0, 1, 4, 2, 3).reshape(m, k)  # [M,K]
 
 
-def load_widened(ref: Ref) -> jax.Array:
-    """A tile of weights in shared memory as the left operand of a matmul.
+def load_words(ref: Ref) -> jax.Array:
+    """A tile of weights in shared memory, for `widen_words`.
 
     Args:
         ref: [64, n] int8 or float8_e4m3fn, not NaN; n a multiple of 16.
+
+    Returns:
+        [64, n] of its type in registers.
+    """
+    return plgpu.load(ref, layout=_NARROW, optimized=False)
+
+
+def widen_words(values: jax.Array) -> jax.Array:
+    """A tile of weights as the left operand of a matmul.
+
+    Args:
+        values: what `load_words` returns.
 
     Returns:
         [64, n] bfloat16 in registers, columns `in_order_of_pairs`; every value is
         exact.
     """
-    narrow = plgpu.load(ref, layout=_NARROW, optimized=False)
-    return _int8(narrow) if narrow.dtype == jnp.int8 else _e4m3(narrow)
+    return _int8(values) if values.dtype == jnp.int8 else _e4m3(values)
 
 
-def load_in_order(ref: Ref) -> jax.Array:
-    """A tile of weights in shared memory as the left operand of a matmul.
+def load_pairs(ref: Ref) -> jax.Array:
+    """A tile of weights in shared memory, for `widen_pairs`.
 
-    A thread reads pairs, two bytes at a time, so that columns keep their order: for
-    matmuls of so few tokens that reads of shared memory are not what they wait for.
+    A thread reads two bytes at a time, so that columns keep their order: twice as many
+    reads of shared memory, and more instructions to widen what they bring.
 
     Args:
-        ref: [64, n] int8 or float8_e4m3fn, not NaN; n a multiple of 16.
+        ref: as that of `load_words`.
+
+    Returns:
+        [64, n] of its type in registers.
+    """
+    return plgpu.load(ref, layout=_WIDE, optimized=False)
+
+
+def widen_pairs(values: jax.Array) -> jax.Array:
+    """A tile of weights as the left operand of a matmul.
+
+    Args:
+        values: what `load_pairs` returns.
 
     Returns:
         [64, n] bfloat16 in registers; every value is exact.
     """
-    narrow = plgpu.load(ref, layout=_WIDE, optimized=False)
-    return _int8_pairs(narrow) if narrow.dtype == jnp.int8 else _e4m3_pairs(narrow)
+    is_int8 = values.dtype == jnp.int8
+    return _int8_pairs(values) if is_int8 else _e4m3_pairs(values)
 
 
 def _int8_pairs(values: jax.Array) -> jax.Array:

@@ -112,32 +112,15 @@ def step(model, rows, queries=1):
     return jnp.zeros((rows, queries, model.config.d_model), model.dtype), state
 
 
-def test_few_rows_take_the_kernel_by_themselves():
+@pytest.mark.parametrize("weights", [None, "int8", "fp8"])
+def test_few_rows_take_the_kernel_by_themselves(weights):
     model = make(jnp.bfloat16, **WIDE)
+    if weights is not None:
+        model = quantize(model, weights)
     for rows, takes in ((1, True), (32, True), (64, False)):
         with use_device(H200), recorded() as choices:
             jax.eval_shape(model.run_blocks, *step(model, rows))
         assert (("decode_layer", "mosaic_gpu") in choices) is takes
-
-
-@pytest.mark.parametrize(
-    ("weights", "rows", "name", "takes"),
-    [
-        ("int8", 8, "auto", True),
-        ("int8", 16, "auto", False),
-        ("int8", 16, "mosaic_gpu", True),
-        ("fp8", 1, "auto", False),
-        ("fp8", 1, "mosaic_gpu", True),
-    ],
-)
-def test_weights_of_8_bits_take_the_kernel_where_it_was_faster(
-    weights, rows, name, takes
-):
-    model = quantize(make(jnp.bfloat16, **WIDE), weights)
-    model.decode_layer = name
-    with use_device(H200), recorded() as choices:
-        jax.eval_shape(model.run_blocks, *step(model, rows))
-    assert (("decode_layer", "mosaic_gpu") in choices) is takes
 
 
 def test_more_rows_or_tokens_run_as_blocks():

@@ -23,10 +23,26 @@ from pallas_kernels.decode_layer import (
 from pallas_kernels.decode_layer.config import DecodeLayerConfig, Problem, Schedule
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
+from pallas_kernels.quantized_matmul.widen import in_order_of_pairs
 from tests.interpreter import interpret_mosaic_gpu, register_inline
+from tests.pallas_kernels.quantized_matmul.test_quantized_matmul import (
+    widen_e4m3,
+    widen_int8,
+)
 from tests.tolerances import RELATIVE, relative_error
 
 
+PAIRS = np.asarray(in_order_of_pairs(jnp.arange(64)[None]))[0]
+
+
+def store_tokens(target, values, closure):
+    tokens = values.T[: len(target)]
+    target[:] = tokens[:, PAIRS] if closure["in_pairs"] else tokens
+
+
+register_inline("widen_int8", widen_int8)
+register_inline("widen_e4m3", widen_e4m3)
+register_inline("store_tokens", store_tokens, writes=(0,))
 register_inline("widen_int8_pairs", lambda values: values.astype(ml_dtypes.bfloat16))
 register_inline("widen_e4m3_pairs", lambda values: values.astype(ml_dtypes.bfloat16))
 
