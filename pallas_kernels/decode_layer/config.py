@@ -39,8 +39,8 @@ class DecodeLayerConfig:
     """How the kernel cuts a layer."""
 
     tile_k: int | None = None
-    """Input features of a tile of a weight: 64, 128, or 256 of 8 bits; None is 64, or
-    128 of 8 bits: 32 KiB of a tile of either."""
+    """Input features of a tile of a weight: 64 or 128; None is 64, or 128 of 8 bits:
+    32 KiB of a tile of either."""
     weight_slots: int | None = None
     """Tiles of weights in flight; None is as many as fit in shared memory."""
     activation_slots: int | None = None
@@ -55,8 +55,8 @@ class DecodeLayerConfig:
     """
 
     def __post_init__(self) -> None:
-        if self.tile_k not in (None, 64, 128, 256):
-            raise ValueError(f"tile_k {self.tile_k!r}, expected None, 64, 128 or 256")
+        if self.tile_k not in (None, 64, 128):
+            raise ValueError(f"tile_k {self.tile_k!r}, expected None, 64 or 128")
         least = {"weight_slots": 2, "activation_slots": 2, "requested": 1}
         for name, size in least.items():
             value = getattr(self, name)

@@ -321,7 +321,7 @@ def test_what_no_case_can_give_is_not_due(everything):
         )
     )
     assert "mosaic_gpu_any_order" not in attention and "flash_attn_4" in attention
-    assert "low_latency" not in gathers and "order_of_k" in gathers
+    assert "xla_one_shot" not in gathers and "order_of_k" in gathers
     assert "low_latency" in sums and "order_of_k" not in sums
     assert "flash_deberta" not in bert and "torch_sdpa" in bert
     assert "flash_deberta" in deberta and "torch_sdpa" not in deberta

@@ -229,8 +229,8 @@ def test_errors_say_what_to_do():
             decode_layer(attended, residual, thin, **kernel)
     with pytest.raises(NotImplementedError, match="no derivatives"):
         jax.grad(lambda x: decode_layer(x, residual, layer, eps=EPS)[0].sum())(attended)
-    with pytest.raises(ValueError, match="tile_k 96"):
-        DecodeLayerConfig(tile_k=96)
+    with pytest.raises(ValueError, match="tile_k 256"):
+        DecodeLayerConfig(tile_k=256)
 
 
 def test_every_tile_is_in_one_piece():
