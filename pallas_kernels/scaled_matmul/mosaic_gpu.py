@@ -5,7 +5,8 @@ Hopper align the products of 8-bit numbers to the largest before they add them, 
 some 14 bits: over thousands of products an error of 2% builds up. So they add only 128
 (one stage of the ring), and the consumer adds what they give to its own fp32 sums. Of
 a wide tile it promotes one half of the columns after the other, since both do not fit
-in registers; meanwhile the tensor cores have the matmuls of the other consumer.
+in registers; meanwhile the tensor cores have the matmuls of the other consumer, and
+those of the second half as soon as half of the first has left its registers.
 
 Scales of the columns reach shared memory while the tile is multiplied.
 
