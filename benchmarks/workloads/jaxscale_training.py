@@ -19,6 +19,7 @@ from jaxscale import models, sharding, training
 from jaxscale.models.stack_layout import StackLayout
 from jaxscale.nn.packing import PackedBatch
 from jaxscale.sharding import AxisRules, MeshConfig
+from pallas_kernels.mosaic import keep_modules
 
 
 def prepare(
@@ -73,7 +74,8 @@ def prepare(
     by_row = NamedSharding(mesh, rules.spec("batch"))
 
     def run(state: Any, batch: Any) -> tuple[Any, Any]:
-        state, metrics = step(state, batch)
+        with keep_modules():
+            state, metrics = step(state, batch)
         return state, metrics["loss"]
 
     batches = [jax.device_put(_packed(each), by_row) for each in rows]

@@ -313,7 +313,7 @@ def _run_block(
         state: AttentionState,
     ) -> _Carry:
         if values is not None:
-            place = None if remat == "none" else _place(block, layer, x)
+            place = None if remat == "none" else _place(block, values, layer, x)
             read = functools.partial(_read, _in_fp8(block), place)
             block = jax.tree.map(read, block, values)
         x, after = block(x, state.carrying(carried).at(layer, variant))
@@ -353,15 +353,17 @@ def _in_fp8(block: Block) -> bool:
     return getattr(block.mlp.down, "quantization", None) is not None
 
 
-def _place(block: Block, layer: Array, x: Array) -> Array:
+def _place(block: Block, values: Block, layer: Array, x: Array) -> Array:
     """The number of a layer, as the compiler has to know it.
 
-    Kernels for 8 bits read a part of a stack in place where they know which. A
-    conversion to 16 bits reads it in place anyway, but where XLA knows which part it
-    is, it would rather convert the whole stack, for each layer, and where it may read
-    all of them at once, it keeps them all.
+    Kernels for 8 bits, and matmuls of a stack that has their type, read a part of it in
+    place where they know which. A conversion to 16 bits reads it in place anyway, but
+    where XLA knows which part it is, it would rather convert the whole stack, for each
+    layer, and where it may read all of them at once, it keeps them all.
     """
-    if _in_fp8(block):
+    parts, stacks = jax.tree.leaves(block), jax.tree.leaves(values)
+    converted = any(a.dtype != b.dtype for a, b in zip(parts, stacks, strict=True))
+    if _in_fp8(block) or not converted:
         return layer
     return jax.lax.optimization_barrier((layer, jax.lax.stop_gradient(x)))[0]
 

@@ -506,7 +506,7 @@ class Roles:
             block = self.slab(b, distance) * plan.layout.blocks + row_block
             rows, columns = self.factors
             scale = plan.scales.load(rows, columns, self.scratch, block, n, consumer)
-            multiply = functools.partial(promote_tile, scale=scale)
+            multiply = functools.partial(promote_tile, scale=scale, in_place=True)
         sums, slot = multiply(
             plan.tiles[0],
             self.scratch,

@@ -5,7 +5,8 @@ Hopper align the products of 8-bit numbers to the largest before they add them, 
 some 14 bits: over thousands of products an error of 2% builds up. So they add only 128
 (one stage of the ring), and the consumer adds what they give to its own fp32 sums. Of
 a wide tile it promotes one half of the columns after the other, since both do not fit
-in registers; meanwhile the tensor cores have the matmuls of the other consumer.
+in registers; meanwhile the tensor cores have the matmuls of the other consumer, and
+those of the second half as soon as half of the first has left its registers.
 
 Scales of the columns reach shared memory while the tile is multiplied.
 
@@ -108,6 +109,7 @@ def promote_tile(
     k_tiles: int | None = None,
     meanwhile: Callable[[], None] | None = None,
     then: tuple[Any, Callable[[Any, Any, Any], tuple[Any, Any]]] | None = None,
+    in_place: bool = False,
 ) -> tuple[Sums, Scalar]:
     """Consumer: accumulates the matmuls of one output tile, as `multiply_tile` does.
 
@@ -121,6 +123,9 @@ def promote_tile(
         meanwhile: called once between two stages, some time after the last tile.
         then: int32, how many stages follow that are added after `scale`, and where the
             operands lie in one of them: a function as `Tiles.operands`.
+        in_place: the tensor cores write the sums of the second half of the columns over
+            those of the first, after these were promoted, instead of beside most of
+            them, meanwhile. For kernels that hold more in registers.
 
     Returns:
         The scaled sums, and the stage after the last one consumed.
@@ -148,9 +153,8 @@ def promote_tile(
             more = product(x, w.at[:, part], start)
             if number == len(parts):
                 plgpu.barrier_arrive(scratch["empty"].at[slot])
-            else:
+            elif in_place:
                 # Zeros that come from these sums, in whose registers they then lie.
-                # Others ptxas may write beside them, and spill hundreds of bytes.
                 never = lax.broadcast(slot < 0, more.shape)
                 start = jnp.where(never, more, nothing)
             found.append(total + more)

@@ -226,14 +226,11 @@ def test_tensor_parallel_training(tensor_parallel, kernels, collectives):
     assert copied < 0.04 * state
 
 
-def of_layers(devices, quantization):
+def of_layers(devices, quantization, options=None):
     """Gradients of three layers that compute elementwise operations again."""
     where = SingleDeviceSharding(devices[0])
-    model = jax.eval_shape(
-        lambda: decoder(
-            3, remat="attention", scan_layers=False, quantization=quantization
-        )
-    )
+    options = {"quantization": quantization, "scan_layers": False, **(options or {})}
+    model = jax.eval_shape(lambda: decoder(3, remat="attention", **options))
 
     def loss(model, tokens):
         return model.hidden(tokens).astype(jnp.float32).sum()
@@ -271,6 +268,21 @@ def test_layers_read_their_weights_in_the_stack(quantization):
         ]
         assert max(w.size for w in rounded) == 2 * part
         assert sum(w.size == 2 * part for w in rounded) == 3 * 3 * 2
+
+
+@pytest.mark.slow
+def test_layers_read_a_stack_of_their_type_in_place():
+    """So it is in a loop over microbatches, before which the stack was cast."""
+    found = compile_for_h200(of_layers, None, {"param_dtype": "bfloat16"})
+    weights = [
+        w
+        for w in found.written(2**20)
+        if {TOKENS, ROWS * TOKENS}.isdisjoint(map(int, re.findall(r"\d+", w.shape)))
+    ]
+    assert [w for w in weights if w.operation.endswith(("slice", "copy"))] == []
+    # Nor are queries, keys and values joined, their weights or their gradients.
+    joined = sum(CONFIG.head_dim * n for n in (16, 8, 8))
+    assert re.findall(rf"bf16\[(?:2048|{ROWS * TOKENS}),{joined}\]", found.hlo) == []
 
 
 @pytest.mark.slow
