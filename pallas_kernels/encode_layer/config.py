@@ -12,7 +12,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.cost_model import L2_BANDWIDTH, TILE_OVERHEAD, step_cycles, waves
+from pallas_kernels.cost_model import (
+    L2_BANDWIDTH,
+    TENSOR_CORE,
+    TILE_OVERHEAD,
+    step_cycles,
+    waves,
+)
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.layer_norm.mosaic_gpu import WARPS
 from pallas_kernels.matmul.config import CONSUMERS, MatmulConfig
@@ -30,6 +36,12 @@ CHUNK = 64
 """Columns that are stored at a time."""
 
 _TILE_COLUMNS = (192, 128, 64)
+
+_NORMED = ("out", "down")
+"""Weights whose product is normalized."""
+
+_MOST_SLOTS = 8
+"""Of the ring: more hide no more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,15 +173,14 @@ class Schedule:
     ) -> Stage:
         p, dtype = self.problem, self.problem.dtype
         k, widths = self._sizes[weights[0]]
-        tile_n, parts = self._cuts[weights[0]]
-        config = dataclasses.replace(self.ring.config, tile_n=tile_n)
+        config = self.ring.config
         matmuls = [Matmul(m=p.m, n=n, k=k, dtype=dtype, out_dtype=dtype) for n in widths]
         return Stage(
             weights=weights,
             source=source,
             targets=targets,
             columns=Columns(tiles=[Tiles(problem=x, config=config) for x in matmuls]),
-            parts=parts,
+            parts=self._cut[1][weights[0]],
             residual=residual,
             first_line=first_line,
         )
@@ -186,53 +197,70 @@ class Schedule:
         return found | ({"query": (p.d_model, p.heads)} if p.heads else {})
 
     @functools.cached_property
-    def _cuts(self) -> dict[str, tuple[int, int]]:
-        """Columns of a tile and parts of the contraction, likewise: the fastest."""
-        found = {}
-        for name, (k, widths) in self._sizes.items():
-            normed, steps = name in ("out", "down"), k // MatmulConfig().tile_k
-            found[name] = min(
-                (
-                    (tile_n, parts)
-                    for tile_n in _TILE_COLUMNS
-                    for parts in range(1, steps + 1 if normed else 2)
-                    if math.gcd(*widths) % tile_n == 0 and steps % parts == 0
-                ),
-                key=lambda cut: self._cost(sum(widths), k, *cut, normed),  # noqa: B023
-            )
-        return found
+    def _cut(self) -> tuple[Tiles, dict[str, int]]:
+        """The ring, and parts of the contraction of each stage: what takes least."""
+        widths = [n for _, columns in self._sizes.values() for n in columns]
+        common, found = math.gcd(*widths), []
+        for tile_n in _TILE_COLUMNS:
+            if common % tile_n == 0:
+                ring, total, parts = self._ring(tile_n), 0.0, {}
+                for name, (k, columns) in self._sizes.items():
+                    steps, size = k // CHUNK, sum(columns)
+                    most = steps if name in _NORMED else 1
+                    cost, parts[name] = min(
+                        (self._cost(ring.config, size, k, n, name in _NORMED), n)
+                        for n in range(1, most + 1)
+                        if steps % n == 0
+                    )
+                    total += cost
+                found.append((total, ring, parts))
+        _, ring, parts = min(found, key=lambda x: x[0])
+        return ring, parts
 
-    def _cost(self, n: int, k: int, tile_n: int, parts: int, normed: bool) -> float:
-        """Cycles of the slowest block."""
-        tile_m = MatmulConfig().tile_m
-        rows = pl.cdiv(self.problem.m, tile_m) * tile_m
-        rounds = waves(rows // tile_m * (n // tile_n) * parts, self.device)
-        per_k = step_cycles(tile_m, tile_n, 2 * (tile_m + tile_n))
-        cost = rounds * (k / parts * per_k + TILE_OVERHEAD)
+    def _cost(
+        self, config: MatmulConfig, n: int, k: int, parts: int, normed: bool
+    ) -> float:
+        """Cycles of the slowest block, once the activations are there.
+
+        The first weights are in the ring then.
+        """
+        tile_m, tile_n, steps = config.tile_m, config.tile_n, k // parts // CHUNK
+        rounds = waves(self.row_tiles * (n // tile_n) * parts, self.device)
+        later = max(0, steps - config.stages)
+        first = max(
+            steps * tile_m * tile_n / TENSOR_CORE,
+            2 * (steps * tile_m + later * tile_n) / L2_BANDWIDTH,
+        )
+        others = steps * step_cycles(tile_m, tile_n, 2 * (tile_m + tile_n))
+        cost = CHUNK * (first + (rounds - 1) * others) + rounds * TILE_OVERHEAD
         if not normed:
             return cost
+        rows = self.row_tiles * tile_m
         mine = WARPS * pl.cdiv(rows // WARPS, self.device.num_sms)
         sums = 4 * (rounds * tile_m * tile_n + mine * parts * n)
         return cost + sums / L2_BANDWIDTH
 
-    @functools.cached_property
-    def ring(self) -> Tiles:
-        """The widest tiles, in whose ring all fit, as deep as there is memory."""
+    def _ring(self, tile_n: int) -> Tiles:
+        """A ring of tiles of so many columns, as deep as there is memory."""
         p = self.problem
-        tile_n = max(tile_n for tile_n, _ in self._cuts.values())
         slots = min(2, tile_n // CHUNK)
         config = MatmulConfig(tile_n=tile_n, store_slots=slots, stages=2)
-        widest = Matmul(m=p.m, n=tile_n, k=CHUNK, dtype=p.dtype, out_dtype=p.dtype)
-        two = Tiles(problem=widest, config=config)
+        one = Matmul(m=p.m, n=tile_n, k=CHUNK, dtype=p.dtype, out_dtype=p.dtype)
+        two = Tiles(problem=one, config=config)
         slot = smem_bytes((config.tile_m + tile_n, config.tile_k), p.dtype)
         more = (self.device.smem_bytes - two.smem_bytes - self._bias_bytes) // slot
-        config = dataclasses.replace(config, stages=min(8, 2 + max(0, more)))
+        config = dataclasses.replace(config, stages=min(_MOST_SLOTS, 2 + max(0, more)))
         return dataclasses.replace(two, config=config)
+
+    @property
+    def ring(self) -> Tiles:
+        """One tile: what the ring and the buffers of outputs hold."""
+        return self._cut[0]
 
     @property
     def row_tiles(self) -> int:
         """Tiles along the tokens."""
-        return self.stages[0].tiles.counts[0]
+        return pl.cdiv(self.problem.m, MatmulConfig().tile_m)
 
     @property
     def parts(self) -> int:

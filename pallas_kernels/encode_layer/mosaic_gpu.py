@@ -144,7 +144,7 @@ class _Block:
                 source = self.refs[stage.weights[weight]]
                 plgpu.copy_gmem_to_smem(
                     tiles.w_view(source, part * steps + step, n - start),
-                    self.ring(stage)["w_smem"].at[slot],
+                    self.scratch["w_smem"].at[slot],
                     self.scratch["full"].at[slot],
                 )
 
@@ -197,7 +197,7 @@ class _Block:
             ) -> Scalar:
                 del first
                 sums, slot = multiply_tile(
-                    stage.tiles, self.ring(stage), number, slot, k_tiles=stage.steps
+                    stage.tiles, self.scratch, number, slot, k_tiles=stage.steps
                 )
                 if stage.residual is None:
                     self.store(i, stage, number, m, n, sums)
@@ -320,13 +320,6 @@ class _Block:
         pl.when(dealt > 0)(finish)
 
     # --- Memory -----------------------------------------------------------------------
-
-    def ring(self, stage: Stage) -> dict[str, Ref]:
-        """The scratch of the ring, as wide as tiles of a stage."""
-        weights = self.scratch["w_smem"]
-        if stage.config.tile_n < weights.shape[-1]:
-            weights = weights.at[:, :, pl.ds(0, stage.config.tile_n)]
-        return {**self.scratch, "w_smem": weights}
 
     def x_view(self, stage: Stage, m: Scalar, k: Scalar) -> Ref:
         """Tile (m, k) of the input of a stage, which may be in lines."""
