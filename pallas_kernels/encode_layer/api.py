@@ -48,7 +48,7 @@ def encode_layer(
     weights: EncodeLayerWeights,
     heads: Sequence[tuple[Float[Array, "L D _C"], Float[Array, "L _C"]]] = (),
     *,
-    layers: tuple[Int[Array, ""] | int, Int[Array, ""] | int],
+    layers: Int[Array, "2"],
     activation: str | None,
     eps: float,
     implementation: str | Sequence[str] | None = None,
@@ -69,7 +69,7 @@ def encode_layer(
         weights: of which the kernel reads a layer in place.
         heads: weights and biases of queries, keys and values of the next layer; empty
             after the last one.
-        layers: which layer of the `weights`, and which of the `heads`.
+        layers: int32, which layer of the `weights`, and which of the `heads`.
         activation: a name in `ACTIVATIONS`, or None.
         eps: added to the variances of both norms.
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, a multiple of 8
@@ -99,13 +99,12 @@ def encode_layer(
     _check(operands)
     call = _Call(activation, eps, DeviceSpec.current())
     message = "encode_layer has no derivatives: it is for inference"
-    numbers = jnp.stack([jnp.asarray(layer, jnp.int32) for layer in layers])
     return dispatch(
         "encode_layer",
         {"mosaic_gpu": _mosaic_gpu, "dense": _dense},
         implementation,
         no_derivative(operands, message),
-        numbers,
+        layers,
         call,
     )
 

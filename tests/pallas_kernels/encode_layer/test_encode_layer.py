@@ -69,7 +69,7 @@ def expected(attended, residual, weights, heads):
 
 
 def run(arrays, implementation, activation="gelu"):
-    options = {"layers": LAYERS, "activation": activation, "eps": EPS}
+    options = {"layers": jnp.array(LAYERS), "activation": activation, "eps": EPS}
     return encode_layer(*arrays, **options, implementation=implementation)
 
 
