@@ -52,7 +52,9 @@ def run(
         attention = block.attention
         heads = attention.split_heads(projected)
         attended, state = attention.attend(heads, state.at(i, variant))
-        parts = [_stacks(layer) for layer in (attention.out, block.mlp.up, block.mlp.down)]
+        parts = [
+            _stacks(layer) for layer in (attention.out, block.mlp.up, block.mlp.down)
+        ]
         following = blocks[i + 1 : i + 2]
         inputs = [_stacks(layer) for b in following for layer in b.attention.inputs]
         norms = [
@@ -60,14 +62,13 @@ def run(
             for norm in (block.attention_norm, block.mlp_norm)
         ]
         out, up, down = ((kernel.stack, bias.stack) for kernel, bias in parts)
-        here = parts[0][0].layer
-        numbers = here, inputs[0][0].layer if inputs else here
         x, projected = encode_layer(
             attention.join_heads(attended),
             x,
             EncodeLayerWeights(*out, *norms[0], *up, *down, *norms[1]),
             [(kernel.stack, bias.stack) for kernel, bias in inputs],
-            layers=jnp.array(numbers, jnp.int32),
+            layer=jnp.asarray(parts[0][0].layer),
+            following=jnp.asarray(inputs[0][0].layer) if inputs else None,
             activation=block.mlp.activation,
             eps=block.mlp_norm.eps,
         )

@@ -48,7 +48,8 @@ def encode_layer(
     weights: EncodeLayerWeights,
     heads: Sequence[tuple[Float[Array, "L D _C"], Float[Array, "L _C"]]] = (),
     *,
-    layers: Int[Array, "2"],
+    layer: Int[Array, ""],
+    following: Int[Array, ""] | None = None,
     activation: str | None,
     eps: float,
     implementation: str | Sequence[str] | None = None,
@@ -69,7 +70,8 @@ def encode_layer(
         weights: of which the kernel reads a layer in place.
         heads: weights and biases of queries, keys and values of the next layer; empty
             after the last one.
-        layers: int32, which layer of the `weights`, and which of the `heads`.
+        layer: int32, which layer of the `weights`.
+        following: int32, which layer of the `heads`; None without.
         activation: a name in `ACTIVATIONS`, or None.
         eps: added to the variances of both norms.
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, a multiple of 8
@@ -94,8 +96,11 @@ def encode_layer(
     operands |= {"attended": attended, "residual": residual}
     for name, (weight, bias) in zip(_HEADS, heads, strict=False):
         operands |= {name: weight, f"{name}_bias": bias}
-    if len(heads) not in (0, len(_HEADS)):
-        raise ValueError(f"{len(heads)} heads, expected none, or {_HEADS}")
+    if len(heads) != (0 if following is None else len(_HEADS)):
+        raise ValueError(
+            f"{len(heads)} heads and following {following}, expected none and None, or"
+            f" {_HEADS} and their layer"
+        )
     _check(operands)
     call = _Call(activation, eps, DeviceSpec.current())
     message = "encode_layer has no derivatives: it is for inference"
@@ -104,7 +109,8 @@ def encode_layer(
         {"mosaic_gpu": _mosaic_gpu, "dense": _dense},
         implementation,
         no_derivative(operands, message),
-        layers,
+        layer,
+        following,
         call,
     )
 
@@ -153,7 +159,9 @@ def _check(operands: dict[str, Array]) -> None:
             )
 
 
-def _mosaic_gpu(operands: dict[str, Array], layers: Array, call: _Call) -> Any:
+def _mosaic_gpu(
+    operands: dict[str, Array], layer: Array, following: Array | None, call: _Call
+) -> Any:
     device = check_hopper(call.device, "encode_layer")
     check_local("encode_layer", *operands.values())
     attended = operands["attended"]
@@ -170,19 +178,24 @@ def _mosaic_gpu(operands: dict[str, Array], layers: Array, call: _Call) -> Any:
         raise Unsupported(f"encode_layer: no kernel of activation {call.activation!r}")
     flat = {n: operands[n].reshape(problem.m, -1) for n in ("attended", "residual")}
     kept = dataclasses.replace(call, device=device)
-    y, heads = _jitted(operands | flat, layers, problem, kept)
+    y, heads = _jitted(operands | flat, layer, following, problem, kept)
     shape = attended.shape[:-1]
     return y.reshape(*shape, -1), tuple(h.reshape(*shape, -1) for h in heads)
 
 
 # The layers of a model are traced and lowered once.
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=(3, 4))
 def _jitted(
-    operands: dict[str, Array], layers: Array, problem: Problem, call: _Call
+    operands: dict[str, Array],
+    layer: Array,
+    following: Array | None,
+    problem: Problem,
+    call: _Call,
 ) -> Any:
     return mosaic_gpu.encode_layer(
         operands,
-        layers,
+        layer,
+        following,
         problem=problem,
         activation=call.activation,
         eps=call.eps,
@@ -190,7 +203,9 @@ def _jitted(
     )
 
 
-def _dense(operands: dict[str, Array], layers: Array, call: _Call) -> Any:
+def _dense(
+    operands: dict[str, Array], layer: Array, following: Array | None, call: _Call
+) -> Any:
     """A launch for each matmul, where their kernels can serve them."""
 
     def one(x: Array, *names: str, behind: Array | None = None) -> tuple[Array, ...]:
@@ -202,7 +217,7 @@ def _dense(operands: dict[str, Array], layers: Array, call: _Call) -> Any:
             x,
             [operands[name] for name in names],
             [operands[f"{name}_bias"] for name in names],
-            layer=layers[int(names == _HEADS)],
+            layer=following if names == _HEADS else layer,
             activation=call.activation if names == ("up",) else None,
             norm=norm,
         )

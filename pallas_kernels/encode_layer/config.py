@@ -40,6 +40,8 @@ _TILE_COLUMNS = (192, 128, 64)
 _NORMED = ("out", "down")
 """Weights whose product is normalized."""
 
+_MOST_STAGES = 4
+
 _MOST_SLOTS = 8
 """Of the ring: more hide no more."""
 
@@ -174,7 +176,9 @@ class Schedule:
         p, dtype = self.problem, self.problem.dtype
         k, widths = self._sizes[weights[0]]
         config = self.ring.config
-        matmuls = [Matmul(m=p.m, n=n, k=k, dtype=dtype, out_dtype=dtype) for n in widths]
+        matmuls = [
+            Matmul(m=p.m, n=n, k=k, dtype=dtype, out_dtype=dtype) for n in widths
+        ]
         return Stage(
             weights=weights,
             source=source,
@@ -269,8 +273,11 @@ class Schedule:
 
     @property
     def counters(self) -> int:
-        """For each stage and tile of rows: what is there, and what of its sums is."""
-        return 2 * len(self.stages) * self.row_tiles
+        """For each stage and tile of rows: what is there, and what of its sums is.
+
+        As many for the last layer of a model, so that one launch clears all.
+        """
+        return 2 * _MOST_STAGES * self.row_tiles
 
     @property
     def bias_lines(self) -> int:

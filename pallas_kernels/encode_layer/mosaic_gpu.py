@@ -182,9 +182,10 @@ class _Block:
     def consume(self, number: Scalar) -> None:
         """Consumer: multiplies and finishes the tiles of all stages."""
         hand_over(self.scratch, self.slots)
-        plgpu.barrier_wait(self.scratch["bias_full"])
         slot = jnp.int32(0)
         for i, stage in enumerate(self.stages):
+            if i == 1:
+                plgpu.barrier_wait(self.scratch["bias_full"])
 
             def tile(
                 first: Scalar,
@@ -339,7 +340,8 @@ def _dealt(items: Scalar, number: Scalar, to: Scalar) -> Scalar:
 
 def encode_layer(
     operands: Mapping[str, jax.Array],
-    layers: jax.Array,
+    layer: jax.Array,
+    following: jax.Array | None,
     *,
     problem: Problem,
     activation: str | None,
@@ -353,8 +355,8 @@ def encode_layer(
             `out`, `up`, `down` and, where `problem` has heads, `query`, `key` and
             `value`, [L,K,N]; of each stack NAME also NAME_bias [L,N]; the norms behind
             `out` and `down`, NAME_scale and, if there is one, NAME_shift, [N].
-        layers: int32 [2], which layer of the stacks, and which of queries, keys and
-            values.
+        layer: int32, which layer of the stacks.
+        following: int32, which of those of queries, keys and values; None without.
         problem: sizes.
         activation: a name in `ACTIVATIONS`, or None.
         eps: added to the variances.
@@ -396,14 +398,15 @@ def encode_layer(
     }
     own = operands["out_scale"][0]
     counters = zeros_like_no_others(schedule.counters, own, own)
-    names = [*given, "layers", "counters", *outputs]
+    numbers = [layer] if following is None else [layer, following]
+    names = [*given, "layer", "following"][: len(given) + len(numbers)]
+    names += ["counters", *outputs]
     of_next = ("query", "key", "value")
 
     def body(*refs: Ref, **scratch: Ref) -> None:
         named = dict(zip(names, refs, strict=True))
-        layers = named.pop("layers")
         for name in ("out", "up", "down", *(of_next if p.heads else ())):
-            number = layers[int(name in of_next)]
+            number = named["following" if name in of_next else "layer"][0]
             for stack in (name, f"{name}_bias"):
                 named[stack] = named[stack].at[number]
         block = _Block(schedule, activation, eps, named, scratch)
@@ -419,7 +422,7 @@ def encode_layer(
         **launch(
             device.num_sms, device, "encode_layer", warpgroups=CONSUMERS + 1, cluster=1
         ),
-    )(*given.values(), layers, jax.new_ref(counters))
+    )(*given.values(), *(n.reshape(1) for n in numbers), jax.new_ref(counters))
     found = dict(zip(outputs, results, strict=True))
     heads = tuple(found[name] for name in "qkv" if name in found)
     return found["y"].reshape(p.m, p.d_model), heads

@@ -68,9 +68,11 @@ def expected(attended, residual, weights, heads):
     return y, tuple(linear(y, *head, LAYERS[1]) for head in heads)
 
 
-def run(arrays, implementation, activation="gelu"):
-    options = {"layers": jnp.array(LAYERS), "activation": activation, "eps": EPS}
-    return encode_layer(*arrays, **options, implementation=implementation)
+def run(arrays, implementation, **changes):
+    layer, following = map(jnp.int32, LAYERS)
+    options = {"layer": layer, "following": following if arrays[-1] else None}
+    options |= {"activation": "gelu", "eps": EPS, "implementation": implementation}
+    return encode_layer(*arrays, **options | changes)
 
 
 def interpreted(arrays, num_sms=5, races=True):
