@@ -177,20 +177,20 @@ def _mosaic_gpu(
     if call.activation is not None and call.activation not in KERNEL_ACTIVATIONS:
         raise Unsupported(f"encode_layer: no kernel of activation {call.activation!r}")
     flat = {n: operands[n].reshape(problem.m, -1) for n in ("attended", "residual")}
-    kept = dataclasses.replace(call, device=device)
-    y, heads = _jitted(operands | flat, layer, following, problem, kept)
+    y, heads = _jitted(operands | flat, layer, following, problem, call, device)
     shape = attended.shape[:-1]
     return y.reshape(*shape, -1), tuple(h.reshape(*shape, -1) for h in heads)
 
 
 # The layers of a model are traced and lowered once.
-@functools.partial(jax.jit, static_argnums=(3, 4))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _jitted(
     operands: dict[str, Array],
     layer: Array,
     following: Array | None,
     problem: Problem,
     call: _Call,
+    device: DeviceSpec,
 ) -> Any:
     return mosaic_gpu.encode_layer(
         operands,
@@ -199,7 +199,7 @@ def _jitted(
         problem=problem,
         activation=call.activation,
         eps=call.eps,
-        device=call.device,
+        device=device,
     )
 
 
@@ -211,7 +211,8 @@ def _dense(
     def one(x: Array, *names: str, behind: Array | None = None) -> tuple[Array, ...]:
         norm = None
         if behind is not None:
-            scale, shift = (operands.get(f"{names[0]}_{n}") for n in ("scale", "shift"))
+            scale = operands[f"{names[0]}_scale"]
+            shift = operands.get(f"{names[0]}_shift")
             norm = ResidualNorm(behind, scale, shift, call.eps)
         return dense(
             x,

@@ -277,6 +277,7 @@ class _Block:
         """Normalizes this warpgroup's share of the rows, four at a time."""
         (name,), (target,) = stage.weights, stage.targets
         assert stage.residual is not None
+        residual = self.refs[stage.residual]
         groups = self.schedule.row_tiles * stage.signals
         # The last blocks first: they have fewer tiles.
         share = number * self.workers + (self.workers - 1 - self.worker)
@@ -303,7 +304,7 @@ class _Block:
 
                 @pl.when(row < m)
                 def _() -> None:
-                    before = rows(self.refs[stage.residual])
+                    before = rows(residual)
                     await_counter(
                         self.counter(i, tile, sums=True), CONSUMERS * stage.across
                     )

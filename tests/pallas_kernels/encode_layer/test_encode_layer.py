@@ -119,3 +119,30 @@ def test_bits_of_a_row_do_not_depend_on_the_others():
     for y, z in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
         assert num_different(z[11:], y[11:]) == 0
         assert np.isnan(np.float32(z[:11])).all()
+
+
+def test_mistakes():
+    attended, residual, weights, heads = arrays = operands(8)
+    with pytest.raises(ValueError, match="up_bias has shape"):
+        run((attended, residual, weights._replace(up_bias=weights.out_bias), []), None)
+    with pytest.raises(ValueError, match="residual has type float32"):
+        run((attended, residual.astype(jnp.float32), weights, heads), None)
+    with pytest.raises(ValueError, match="3 heads and following None"):
+        run(arrays, None, following=None)
+    with pytest.raises(NotImplementedError, match="no derivatives"):
+        jax.grad(lambda x: run((x, *arrays[1:]), None)[0].sum().astype(float))(attended)
+
+
+@pytest.mark.parametrize(
+    ("m", "options", "reason"),
+    [
+        (1032, {}, "1032 tokens, the kernel takes multiples of 8 up to 1024"),
+        (12, {}, "12 tokens"),
+        (8, {"d": 128}, "128 features, the kernel takes multiples of 128 from 256"),
+        (8, {"f": 96}, "96"),
+    ],
+)
+def test_what_the_kernel_cannot_serve(m, options, reason):
+    arrays = operands(m, **options)
+    with use_device(H200), pytest.raises(Unsupported, match=reason):
+        run(arrays, "mosaic_gpu")
