@@ -20,7 +20,6 @@ def test_values_repeat_and_are_right(m, last):
     found = f(*arrays)
     check(found, arrays)
     for _ in range(20):
-        for y, again in zip(
-            jax.tree.leaves(found), jax.tree.leaves(f(*arrays)), strict=True
-        ):
-            assert num_different(y, again) == 0
+        again = jax.tree.leaves(f(*arrays))
+        for y, z in zip(jax.tree.leaves(found), again, strict=True):
+            assert num_different(y, z) == 0
