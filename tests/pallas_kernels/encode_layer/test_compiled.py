@@ -8,7 +8,12 @@ from tests.tiers import exhaustive
 
 
 @pytest.mark.parametrize(
-    "name", ["bert_base_m256", "bert_base_m1024", *exhaustive("bert_base_m512")]
+    "name",
+    [
+        "bert_base_m256",
+        "bert_base_m1024",
+        *exhaustive("bert_base_m512", "bert_large_m256", "minilm_m256"),
+    ],
 )
 def test_it_is_one_launch_and_spills_nothing(name):
     found = compile_for_h200(kernels, "encode_layer", name)
