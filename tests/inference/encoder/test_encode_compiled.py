@@ -60,7 +60,7 @@ def encoding(devices, size, room, part, implementation="dense"):
             (688, 32, 15, "dense"),
             (688, 32, 17, None),
             (2688, 32, 15, None),
-            (2688, 88, 15, "dense"),
+            (2688, 88, 16, "dense"),
         ),
     ],
 )
