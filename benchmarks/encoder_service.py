@@ -371,7 +371,7 @@ BENCHMARK = Benchmark(
         case("saturated", "bert_tiny", 32, 0, 24, 128),
         case("light", "bert_tiny", 32, 200, 24, 128),
     ],
-    kernels=encoder.BENCHMARK.kernels,
+    kernels=encode.BENCHMARK.kernels,
     trains=lambda case: False,
     inputs=lambda params, key: (),
     implementations={name: Custom(_alone) for name in NAMES},

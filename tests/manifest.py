@@ -49,6 +49,8 @@ from pallas_kernels.collective_matmul.tunable import problems as collective_prob
 from pallas_kernels.decode_layer import LayerWeights, NextProjection, decode_layer
 from pallas_kernels.decode_layer.specs import SPECS as DECODE_LAYER
 from pallas_kernels.decode_layer.specs import DecodeLayerSpec
+from pallas_kernels.encode_layer import EncodeLayerWeights, encode_layer
+from pallas_kernels.encode_layer.specs import SPECS as ENCODE_LAYER
 from pallas_kernels.fp8_operands import (
     quantize_and_transpose,
     quantize_gated,
@@ -290,6 +292,35 @@ def matmul_cases() -> Iterator[Case]:
         added = array(m, n), array(n), array(n)
         name = f"dense_norm_m{m}_k{k}_n{n}"
         yield Case(name, in_place, (array(m, k), *of_layers, *added))
+
+
+def encode_layer_cases() -> Iterator[Case]:
+    for name, p in ENCODE_LAYER.items():
+
+        def run(attended, residual, weights, heads, layer, following, last=not p.heads):
+            return encode_layer(
+                attended,
+                residual,
+                weights,
+                heads,
+                layer=layer,
+                following=None if last else following,
+                activation="gelu",
+                eps=1e-12,
+                implementation="mosaic_gpu",
+            )
+
+        def linear(k, n):
+            return array(12, k, n), array(12, n)
+
+        d, f = p.d_model, p.d_ff
+        norm = array(d), array(d)
+        weights = EncodeLayerWeights(
+            *linear(p.attended, d), *norm, *linear(d, f), *linear(f, d), *norm
+        )
+        rows, number = (array(p.m, p.attended), array(p.m, d)), array(dtype=INT32)
+        heads = [linear(d, n) for n in p.heads]
+        yield Case(name, run, (*rows, weights, heads, number, number))
 
 
 def quantized_matmul_cases() -> Iterator[Case]:
@@ -540,6 +571,7 @@ OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "paged_attention": paged_attention_cases,
     "matmul": matmul_cases,
     "decode_layer": decode_layer_cases,
+    "encode_layer": encode_layer_cases,
     "quantized_matmul": quantized_matmul_cases,
     "scaled_matmul": scaled_matmul_cases,
     "fp8_operands": fp8_operand_cases,

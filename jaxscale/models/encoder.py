@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxscale.checks import check_type
 from jaxscale.keywords import explain_keywords
+from jaxscale.models import encode_layers
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.heads import HeadConfig, make_head
 from jaxscale.models.pretrained import Pretrained, check_dtype, check_tokens
@@ -388,18 +389,22 @@ class EncoderModel(Pretrained, nnx.Module):
         first = 0 if self.first is None else 1  # of the layers in the stack
         stacked = range(max(run.start, first), run.stop)
         if self.blocks is not None and stacked:
-            order = None
-            if config.layer_groups is not None or layers is not None:
-                order = [config.block_of(layer) - first for layer in stacked]
-            x, _ = run_stack(
-                self.blocks,
-                x,
-                state,
-                variants=[config.attention(layer) for layer in stacked],
-                remat=self.remat,
-                scan=self.scan_layers,
-                order=order,
-            )
+            order = [config.block_of(layer) - first for layer in stacked]
+            variants = [config.attention(layer) for layer in stacked]
+            if encode_layers.runs(self.blocks):
+                blocks: Any = self.blocks
+                x = encode_layers.run([blocks[i] for i in order], x, state, variants)
+            else:
+                other = config.layer_groups is not None or layers is not None
+                x, _ = run_stack(
+                    self.blocks,
+                    x,
+                    state,
+                    variants=variants,
+                    remat=self.remat,
+                    scan=self.scan_layers,
+                    order=order if other else None,
+                )
         if run.stop < config.num_layers:
             return x
         x = x if self.norm is None else self.norm(x)

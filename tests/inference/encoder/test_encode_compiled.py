@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from jaxscale.inference import Encoder
-from jaxscale.models import EncoderModel, Tokenizer, encoder_preset
+from jaxscale.models import EncoderModel, Tokenizer, encode_layers, encoder_preset
 from pallas_kernels.mosaic import H200, use_device
 from tests.compiled import compile_for_h200
 from tests.tiers import exhaustive
@@ -18,7 +18,8 @@ from tests.tiers import exhaustive
 LAYERS = 8
 
 
-def encoding(devices, size, room, part):
+def encoding(devices, size, room, part, implementation="dense"):
+    encode_layers.IMPLEMENTATION = implementation  # of this process
     where = SingleDeviceSharding(devices[0])
     config = dataclasses.replace(encoder_preset("bert_base"), num_layers=LAYERS)
     types = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
@@ -51,13 +52,22 @@ def encoding(devices, size, room, part):
 
 # One, four and sixteen texts of up to 256 tokens, and 84 of 32.
 @pytest.mark.parametrize(
-    ("size", "room", "others"),
-    [(256, 32, 9), *exhaustive((688, 32, 15), (2688, 32, 15), (2688, 88, 15))],
+    ("size", "room", "others", "implementation"),
+    [
+        (256, 32, 9, "dense"),
+        (256, 32, 11, None),
+        *exhaustive(
+            (688, 32, 15, "dense"),
+            (688, 32, 17, None),
+            (2688, 32, 15, None),
+            (2688, 88, 16, "dense"),
+        ),
+    ],
 )
-def test_a_layer_is_five_launches_of_one_graph(size, room, others):
+def test_a_layer_is_few_launches_of_one_graph(size, room, others, implementation):
     kinds = []
     for part in range(2):
-        compiled = compile_for_h200(encoding, size, room, part)
+        compiled = compile_for_h200(encoding, size, room, part, implementation)
         assert compiled.aliased == part * compiled.outputs
         whole, *launches = compiled.thunks
         assert whole == "kCommandBuffer"
@@ -65,11 +75,14 @@ def test_a_layer_is_five_launches_of_one_graph(size, room, others):
         kinds += [launch.split()[0] for launch in launches]
     # Vectors are read as they appear. A matmul might write some of them twice.
     assert kinds[-1] == "kCustomKernel"
-    # Queries, keys and values; attention; its output and a norm; the hidden layer; its
-    # output and a norm.
-    assert kinds.count("kCustomCall") == 5 * LAYERS
+    # Attention; its output and a norm; the hidden layer; its output and a norm;
+    # queries, keys and values. One launch for all but attention has the first queries,
+    # keys and values of each program apart.
+    one = implementation is None and size <= 1024
+    layers = (2 if one else 5) * LAYERS
+    assert kinds.count("kCustomCall") == layers + 2 * one
     # Boundaries, positions, look-ups and their norm; counters, vectors, and the means.
-    assert len(kinds) <= 5 * LAYERS + others
+    assert len(kinds) <= layers + others
 
 
 def test_a_program_has_few_arguments():

@@ -1,0 +1,64 @@
+"""Encoders whose layers are one op between two attentions, beside their blocks."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.inference.encoder.stacked_parameters import unstacked_in_place
+from jaxscale.models import EncoderModel, encode_layers, encoder_preset
+from pallas_kernels.dispatch import recorded
+from pallas_kernels.mosaic import H200, use_device
+from tests.tolerances import RELATIVE, relative_error
+
+
+def make(name="bert_tiny", **changes):
+    """A model, its layers in arrays of their own, and in stacks."""
+    types = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    config = dataclasses.replace(encoder_preset(name), num_layers=3, **changes)
+    model = EncoderModel(config, rngs=nnx.Rngs(0), **types)
+    leaves, tree = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noise = [
+        0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)
+    ]
+    leaves = [x + n.astype(x.dtype) for x, n in zip(leaves, noise, strict=True)]
+    model = jax.tree.unflatten(tree, leaves)
+    with use_device(H200):
+        return model.unstacked(), unstacked_in_place(model)
+
+
+@pytest.mark.parametrize("layers", [None, range(1, 3)])
+def test_activations_are_those_of_the_blocks(layers):
+    plain, stacked = make()
+    tokens = jax.random.randint(jax.random.key(2), (1, 24), 0, plain.config.vocab_size)
+    options = {"cu_seqlens": jnp.array([[0, 9, 24]]), "layers": layers}
+    if layers is not None:
+        shape = 1, 24, plain.config.d_model
+        options["given"] = jax.random.normal(jax.random.key(3), shape, jnp.bfloat16)
+    want = plain.hidden(tokens, **options)
+    with recorded() as choices:
+        found = stacked.hidden(tokens, **options)
+    assert choices.count(("encode_layer", "dense")) == (3 if layers is None else 2)
+    error = relative_error(found, want.astype(jnp.float32))
+    assert error < 4 * RELATIVE[jnp.dtype(jnp.bfloat16)]
+    assert np.isfinite(np.float32(found)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("bert_tiny", {}, True),
+        ("bert_tiny", {"norm_bias": False}, True),
+        ("bert_tiny", {"activation": "geglu"}, False),
+        ("bert_tiny", {"pre_norm": True}, False),
+        ("deberta_v3_tiny", {}, False),
+    ],
+)
+def test_which_layers_are_one_op(name, changes, expected):
+    plain, stacked = make(name, **changes)
+    assert encode_layers.runs(stacked.blocks) is expected
+    assert not encode_layers.runs(plain.blocks)

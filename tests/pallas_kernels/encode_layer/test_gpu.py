@@ -1,0 +1,25 @@
+"""An encoder layer in one launch, on a GPU."""
+
+import jax
+import pytest
+
+from tests.pallas_kernels.encode_layer.test_encode_layer import check, operands, run
+from tests.tolerances import num_different
+
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("m", "last"), [(8, False), (256, False), (688, True), (1024, False)]
+)
+def test_values_repeat_and_are_right(m, last):
+    widths = () if last else (768, 768, 768)
+    arrays = jax.jit(lambda: operands(m, 768, 3072, widths, attended=768))()
+    f = jax.jit(lambda *arrays: run(arrays, "mosaic_gpu"))
+    found = f(*arrays)
+    check(found, arrays)
+    for _ in range(20):
+        again = jax.tree.leaves(f(*arrays))
+        for y, z in zip(jax.tree.leaves(found), again, strict=True):
+            assert num_different(y, z) == 0
