@@ -221,8 +221,7 @@ def test_training_keeps_the_masks(tmp_path):
 @pytest.mark.parametrize("together", [True, False])
 def test_gate_that_lacks_a_tile_takes_no_row_out_of_a_four(together):
     model = small_model()
-    assert model.blocks is not None
-    gate = model.blocks.mlp.gate.kernel
+    gate = operator.attrgetter("blocks.mlp.gate.kernel")(model)
     gate[...] = gate[...].at[..., 64:128].multiply(1e-4)
     settings = {"sparsity": 0.6, "tile": 64, "scope": "global"}
     config = PruneConfig(pattern="tw24", hidden_together=together, **settings)

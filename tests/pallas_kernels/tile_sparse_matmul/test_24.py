@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,9 @@ def two_of_four(rng, mask, tile, columns=None):
     return found
 
 
-def random_24(inputs, outputs, tile, counts, granularity=1, dtype=BF16, pruned=()):
+def random_24(
+    inputs, outputs, tile, counts, granularity: Any = 1, dtype=BF16, pruned=()
+):
     """A weight, and its dense form in float32."""
     rng = np.random.default_rng(0)
     kept = np.setdiff1d(np.arange(outputs), pruned)
@@ -246,7 +249,7 @@ def program(
     """The kernel of a shape, and its arguments, for `compile_for_h200`."""
     tiles = outputs // tile
     where = SingleDeviceSharding(devices[0])
-    shape = functools.partial(jax.ShapeDtypeStruct, sharding=where)
+    shape: Any = functools.partial(jax.ShapeDtypeStruct, sharding=where)
     kept = (
         None,
         shape((tiles, room), jnp.int32),
@@ -292,7 +295,7 @@ def test_kernel_compiles_for_an_h200_without_spills_or_waits(case):
 def placed_program(devices):
     """A residual sum with a product whose columns are put in their places."""
     where = SingleDeviceSharding(devices[0])
-    shape = functools.partial(jax.ShapeDtypeStruct, sharding=where)
+    shape: Any = functools.partial(jax.ShapeDtypeStruct, sharding=where)
     integers = ((2, 256), (2,), (256,), (512,), (2,))
     kept = (None, *(shape(dims, jnp.int32) for dims in integers))
     w = TileSparse24(
