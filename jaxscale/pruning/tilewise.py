@@ -28,9 +28,10 @@ The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
 With tw24 steps 1 and 2 keep twice as much. Of each column of a tile the best two of
 every four kept rows then stay, and up to two of a last four of fewer rows. Which rows
 are a four is searched for each tile (`best_fours`). With ``fours_in_order`` a matrix of
-which all tiles keep all rows has its fours in order, as plain 2:4 does: its kernel then
-need not gather. It keeps all if it would have kept 63 of 64, a little more than asked
-for. If a feed-forward network makes its inputs, they come in an order of good fours.
+which all tiles keep all rows has its fours in order, as plain 2:4 does, if a search
+would keep little more (`_LITTLE`): its kernel then need not gather. It keeps all if it
+would have kept 63 of 64, a little more than asked for. If a feed-forward network makes
+its inputs, they come in an order of good fours.
 
 A-priori tuning: the paper uses element-wise pruning to find important units. The
 authors' code does not contain that step, so this is our definition: element-wise
