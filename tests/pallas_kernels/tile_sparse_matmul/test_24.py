@@ -131,6 +131,7 @@ def normal(seed, shape, dtype=BF16):
         # Of these token-major input is read as it lies, for each way to split a block.
         (100, (256, 256, 128, [64, 192], 64), (False, False), {"cluster": 2}, 2),
         (40, (128, 128, 64, [128, 64], 64), (False, True), {"block_tokens": 128}, 1),
+        (1, (128, 128, 128, [128]), (False, False), {}, 1),
         (40, (192, 256, 128, [130, 20]), (True, True), {"splits": 2, "group": 1}, 2),
         # One producer gathers and loads the weights, steps of equal tiles in twos.
         (
