@@ -60,8 +60,8 @@ def tile_sparse_matmul(
     matmul gives the gradient on Hopper. Gradients of values past the counts are zero,
     so a pruned weight never comes back.
 
-    A `TileSparse24` is for inference and has no gradient; its kernel is for sparse
-    tensor cores.
+    A `TileSparse24` is for inference and has no gradient. Its kernel, for sparse tensor
+    cores, takes feature-major input: token-major input is transposed first.
 
     With ``implementation=None`` a kernel runs on NVIDIA GPUs, Mosaic GPU's on Hopper,
     Triton's elsewhere, unless so little is pruned that unpacking the weight for a dense

@@ -530,7 +530,8 @@ def tile_sparse_matmul(
         bias: [N] or None.
         activation: a name in `ACTIVATIONS`, or None.
         feature_major: how the input and the output are stored; with a `TileSparse24`
-            a token-major output of tiles of 256 columns, or of parts, is transposed.
+            a token-major input is transposed, and so is the output of tiles of 256
+            columns or of parts.
         config: how to cut it.
         device: the GPU that the kernel is built for.
 
@@ -602,7 +603,8 @@ def _stored(
     those of a feature-major output.
     """
     x_major, y_major = feature_major
-    y_major |= two_of_four
+    if two_of_four:
+        x, x_major, y_major = x if x_major else x.T, True, True
     single = x.shape[1 if x_major else 0] == 1 and not two_of_four
     if single and y_major:
         y_major, config = False, dataclasses.replace(config, store_slots=1)

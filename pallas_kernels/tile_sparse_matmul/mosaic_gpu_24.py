@@ -69,18 +69,6 @@ class Tiles24(Tiles):
             "full": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
         }
 
-    def operands(
-        self, scratch: Mapping[str, Ref], slot: Scalar, consumer: Scalar
-    ) -> tuple[Ref, Ref]:
-        """As `Tiles.operands`; token-major x as it lies, [tokens,64]."""
-        if not self.problem.rhs_transposed:
-            return super().operands(scratch, slot, consumer)
-        rows, tokens = self.config.block
-        w, x = scratch["x_smem"].at[slot], scratch["w_smem"].at[slot]
-        if self.config.split == "m":
-            return w.at[pl.ds(consumer * rows, rows)], x
-        return w, x.at[pl.ds(consumer * tokens, tokens)]
-
     def metadata(
         self, scratch: Mapping[str, Ref], slot: Scalar, consumer: Scalar
     ) -> Ref:
@@ -137,7 +125,7 @@ def multiply_steps(
         plgpu.barrier_wait(full.at[slot])
         w, x = tiles.operands(scratch, slot, consumer)
         words = _load_words(tiles.metadata(scratch, slot, consumer))
-        sums = _multiply(sums, w, words, x, tiles.problem.rhs_transposed)
+        sums = _multiply(sums, w, words, x)
         # One step stays in flight, the one before it has left its stage.
         plgpu.wgmma_wait(1)
         _keep(words_before)
@@ -251,17 +239,14 @@ def _finish(sums: jax.Array) -> jax.Array:
     return call(sums)
 
 
-def _multiply(
-    sums: jax.Array, w: Ref, words: jax.Array, x: Ref, token_major: bool
-) -> jax.Array:
+def _multiply(sums: jax.Array, w: Ref, words: jax.Array, x: Ref) -> jax.Array:
     """Starts the products of a step; the sums are valid after a wait.
 
     Args:
         sums: [G,M], fp32.
         w: [G,32] compressed weights in shared memory.
         words: what `_load_words` returned.
-        x: [64,M] in shared memory, or [M,64].
-        token_major: which of both.
+        x: [64,M] in shared memory.
     """
     rows, tokens = sums.shape
     blocks, dtype = rows // BLOCK, jnp.dtype(x.dtype)
@@ -272,7 +257,7 @@ def _multiply(
             _SUMS,
             plgpu.RefType(smem_transforms(KEPT, dtype)),
             _words_layout(blocks),
-            plgpu.RefType(smem_transforms(x.shape[1], dtype)),
+            plgpu.RefType(smem_transforms(tokens, dtype)),
         ),
         return_type=plgpu.ShapeDtypeStruct((rows, tokens), jnp.float32, _SUMS),
     )
@@ -282,9 +267,9 @@ def _multiply(
         (b, (_, (b_stride,))), _, fastest = describe(
             x,
             swizzle=128,
-            group_size=(tokens, STEP) if token_major else (STEP, tokens),
-            logical_k_major=not token_major,
-            large_tile=None if token_major else (64, 64),
+            group_size=(STEP, tokens),
+            logical_k_major=True,
+            large_tile=(64, 64),
         )
         (a, (_, (a_stride,))), (m_stride, _), _ = describe(
             w, swizzle=64, group_size=(BLOCK, KEPT), logical_k_major=False

@@ -59,9 +59,8 @@ def places_of(words):
     return places
 
 
-def multiply_24(sums, w, words, x, closure):
+def multiply_24(sums, w, words, x):
     sums, x, w = sums.copy(), x.astype(np.float32), w.astype(np.float32)
-    x = x.T if closure["token_major"] else x
     for block, metadata in enumerate(words.reshape(-1, 128)):
         mine = slice(64 * block, 64 * (block + 1))
         sums[mine] += np.einsum("gk,gkm->gm", w[mine], x[places_of(metadata)])
