@@ -88,10 +88,10 @@ class PruneConfig:
     `jaxscale.pruning.sparsify` removes the other hidden features. Only with
     ``scope="global"``."""
     fours_in_order: bool = True
-    """With tw24, a layer whose tiles keep all rows has its fours in the order of its
-    inputs, as plain 2:4 has, and its kernel gathers nothing; so has one that would keep
-    63 of 64, and keeps all. False searches for better fours there, too: less is lost,
-    and the kernel gathers."""
+    """With tw24, a layer whose tiles keep all rows, or 63 of 64, keeps all with its
+    fours in the order of its inputs, as plain 2:4 has, and its kernel gathers nothing;
+    but not one of which a search for better fours would keep much more. False searches
+    in all layers, and all gather."""
     dense: tuple[str, ...] = ()
     """Layers to leave dense: names such as `blocks.mlp.up`, `blocks.mlp.up.0` for the
     first of a stack, or patterns such as ``*.down``. Heads and embeddings are always

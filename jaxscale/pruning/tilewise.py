@@ -28,9 +28,10 @@ The patterns with tiles, after Guo et al. (SC 2020, arXiv 2008.13006), in steps:
 With tw24 steps 1 and 2 keep twice as much. Of each column of a tile the best two of
 every four kept rows then stay, and up to two of a last four of fewer rows. Which rows
 are a four is searched for each tile (`best_fours`). With ``fours_in_order`` a matrix of
-which all tiles keep all rows has its fours in order, as plain 2:4 does: its kernel then
-need not gather. It keeps all if it would have kept 63 of 64, a little more than asked
-for. If a feed-forward network makes its inputs, they come in an order of good fours.
+which all tiles keep all rows has its fours in order, as plain 2:4 does, if a search
+would keep little more (`_LITTLE`): its kernel then need not gather. It keeps all if it
+would have kept 63 of 64, a little more than asked for. If a feed-forward network makes
+its inputs, they come in an order of good fours.
 
 A-priori tuning: the paper uses element-wise pruning to find important units. The
 authors' code does not contain that step, so this is our definition: element-wise
@@ -368,25 +369,28 @@ def _two_four_in_tiles(
         for name, masks in together.items()
     }
     fed = [first.get(matrix.fed_by or "") for matrix in matrices]
-    filled = []
+    least = _LITTLE * _mean_score(matrices)
+    filled, in_order = [], []
     for matrix, mask, source in zip(matrices, whole, fed, strict=True):
         own = columns[first[matrix.name]]
         come = np.arange(len(mask))
         if source is not None:
             come = columns[source][comes[source][columns[source]]]
-        if config.fours_in_order:
-            mask = _filled(matrix, mask, np.ix_(come, own))
-        filled.append(mask)
-        # The features of a tile come in any order: in that of good fours, if nothing
-        # else is to choose them.
-        free = config.fours_in_order and config.k_granularity == 1
-        if source is None or not free:
-            continue
-        if mask[np.ix_(columns[source], own)].all():
-            mine = matrix.scores[:, own]
-            parts = columns[source].reshape(-1, config.tile)
-            ordered = [part[best_fours(mine[part])] for part in parts]
-            columns[source] = np.concatenate(ordered)
+        in_order.append(False)
+        full = _filled(matrix, mask, np.ix_(come, own))
+        if config.fours_in_order and full[np.ix_(come, own)].all():
+            # The features of a tile come in any order: in that of good fours, if
+            # nothing else is to choose them.
+            if source is not None and config.k_granularity == 1:
+                mine = matrix.scores[:, own]
+                parts = columns[source].reshape(-1, config.tile)
+                ordered = [part[best_fours(mine[part])] for part in parts]
+                columns[source] = np.concatenate(ordered)
+                come = columns[source][comes[source][columns[source]]]
+            in_order[-1] = config.k_granularity > 1 or (
+                _search_gain(matrix, come, own.reshape(-1, config.tile)) < least
+            )
+        filled.append(full if in_order[-1] else mask)
     inputs = [
         None if source is None else columns[source][comes[source][columns[source]]]
         for source in fed
@@ -401,9 +405,47 @@ def _two_four_in_tiles(
                 order,
                 config,
                 pool,
+                whole=plain,
             )
-            for matrix, mask, order in zip(matrices, filled, inputs, strict=True)
+            for matrix, mask, order, plain in zip(
+                matrices, filled, inputs, in_order, strict=True
+            )
         ]
+
+
+_LITTLE = 1 / 16
+"""What a search for fours must keep more of each weight, as a part of the mean score of
+all, to be worth a gather. The gather adds a quarter to the time of a matrix: pruning a
+fifth of its rows instead costs less than that."""
+_SAMPLED = 4
+"""Tiles of a matrix that say what a search gains."""
+
+
+def _mean_score(matrices: Sequence[Matrix]) -> float:
+    total = sum(float(m.scores.sum(dtype=np.float64)) for m in matrices)
+    return total / sum(m.scores.size for m in matrices)
+
+
+def _search_gain(
+    matrix: Matrix, order: Int[np.ndarray, " I"], tiles: Int[np.ndarray, "T G"]
+) -> float:
+    """The score of each weight that fours of any rows keep more than those in order.
+
+    Args:
+        matrix: The matrix, of which all rows are kept.
+        order: Its input features, in order.
+        tiles: The columns of its tiles, of which some are tried.
+    """
+    height = len(matrix.scores) // matrix.row_shards
+    gain = size = 0.0
+    for tile in tiles[:: -(-len(tiles) // _SAMPLED)]:
+        for shard in range(matrix.row_shards):
+            mine = matrix.scores[np.ix_(order[order // height == shard], tile)]
+            found = mine[best_fours(mine)]
+            gain += float(found[two_of_four(found)].sum(dtype=np.float64))
+            gain -= float(mine[two_of_four(mine)].sum(dtype=np.float64))
+            size += mine.size
+    return gain / max(size, 1)
 
 
 _NEARLY_ALL = 63 / 64
@@ -430,6 +472,8 @@ def _fours_of(
     inputs: Int[np.ndarray, " I"] | None,
     config: PruneConfig,
     pool: Executor,
+    *,
+    whole: bool,
 ) -> Mask:
     """The mask of one matrix.
 
@@ -440,13 +484,13 @@ def _fours_of(
         inputs: The input features that come, in order, if another matrix makes them.
         config: Pattern and tile.
         pool: What tiles are computed by.
+        whole: All rows are kept, with their fours in order.
     """
     height = len(mask) // matrix.row_shards
     tiles = columns.reshape(-1, config.tile)
     # Features that do not come but are kept, if too few come, are left out later.
     order = np.arange(len(mask)) if inputs is None else inputs
     comes = np.isin(np.arange(len(mask)), order)
-    whole = config.fours_in_order and mask[np.ix_(order, columns)].all()
     fours = Fours.none(mask.shape, config.tile)
     kept = np.zeros_like(mask)
 

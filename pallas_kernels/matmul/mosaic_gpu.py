@@ -195,9 +195,18 @@ class Tiles:
         return x, w
 
     def out_view(
-        self, out: Ref, m: Scalar, n: Scalar, consumer: Scalar, chunk: int
+        self,
+        out: Ref,
+        m: Scalar,
+        n: Scalar,
+        consumer: Scalar,
+        chunk: int,
+        *,
+        turned: bool = False,
     ) -> Ref:
-        """Chunk of 128-byte columns of one consumer's part of output tile (m, n)."""
+        """Chunk of 128-byte columns of one consumer's part of output tile (m, n); of a
+        `turned` output it is the transpose.
+        """
         block_m, block_n = self.config.block
         row, column = m * self.config.tile_m, n * self.config.tile_n
         if self.config.split == "m":
@@ -205,7 +214,8 @@ class Tiles:
         else:
             column = column + consumer * block_n
         column = column + chunk * self.store_columns
-        return out.at[pl.ds(row, block_m), pl.ds(column, self.store_columns)]
+        part = pl.ds(row, block_m), pl.ds(column, self.store_columns)
+        return out.at[part[::-1] if turned else part]
 
 
 EARLY_STAGES = 8
@@ -419,6 +429,8 @@ def store_tile(
     scratch: Mapping[str, Ref],
     consumer: Scalar,
     destination: Callable[[int], Ref | None],
+    *,
+    turned: bool = False,
 ) -> None:
     """Consumer: stores its part of a tile; returns before the copies have arrived.
 
@@ -431,6 +443,7 @@ def store_tile(
             or on a peer; None leaves the chunk out. Rows and columns past its array are
             dropped, but not where that is one chunk wide: jax 0.11.2 then ignores the
             column, and what lies past the end must be left out.
+        turned: store the transpose of each chunk, of 64 rows of 16 bits.
     """
     slots, width = tiles.config.store_slots, tiles.store_columns
     parts = sums if isinstance(sums, Sequence) else (sums,)
@@ -444,7 +457,13 @@ def store_tile(
         # The copy that used this buffer before has read it. Those of the last tile had
         # the time of this one's matmuls.
         plgpu.wait_smem_to_gmem(min(chunk, slots - 1), wait_read_only=True)
-        buffer[...] = values.astype(tiles.problem.out_dtype)
+        values = values.astype(tiles.problem.out_dtype)
+        if turned:
+            buffer.transpose((1, 0))[...] = plgpu.layout_cast(
+                values, plgpu.Layout.WGMMA_TRANSPOSED
+            )
+        else:
+            buffer[...] = values
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, view)
 

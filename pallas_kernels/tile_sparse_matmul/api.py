@@ -61,7 +61,7 @@ def tile_sparse_matmul(
     so a pruned weight never comes back.
 
     A `TileSparse24` is for inference and has no gradient. Its kernel, for sparse tensor
-    cores, is feature-major: tokens that come or go as the leading axis are transposed.
+    cores, takes feature-major input: token-major input is transposed first.
 
     With ``implementation=None`` a kernel runs on NVIDIA GPUs, Mosaic GPU's on Hopper,
     Triton's elsewhere, unless so little is pruned that unpacking the weight for a dense

@@ -14,7 +14,9 @@ tokens; its sums run over the rows that the tile keeps, 64 at a time::
     consumers   wgmma from shared memory; bias, activation, store
 
 A feature-major output is ``values^T x[rows]``, a token-major one ``x[rows]^T values``:
-the operands change places and nothing is transposed in memory.
+the operands change places and nothing is transposed in memory. With 2:4 the sums are
+always those of a feature-major output; a token-major one is turned in the shared memory
+that stores pass through.
 
 cp.async completes without a barrier. The producer therefore issues the gathers of `lag`
 further steps before it waits for one, shows it to the tensor cores and arrives at its
@@ -102,6 +104,8 @@ class _Cut:
     equal_steps: int | None
     """Steps of each tile, where all have as many. Rooms are as small as they can be,
     and past the counts values are zero: nothing need be read to know it."""
+    turned: bool = False
+    """The sums are feature-major, and are stored token by token."""
 
     @property
     def dtype_stored(self) -> Any:
@@ -126,11 +130,22 @@ class _Cut:
     def out_shape(self) -> tuple[int, int]:
         """Whole tiles of the layout, 8 rows of 128 bytes; one alone may be smaller."""
         p, splits, line = self.problem, self.config.splits, self.tiles.store_columns
-        whole = p.n % (8 if p.y_major else line) == 0
+        by_feature = p.y_major and not self.turned
+        whole = p.n % (8 if by_feature else line) == 0
         features = p.n if splits == 1 and whole else splits * p.tiles * p.tile
-        if not p.y_major:
+        if not by_feature:
             return self.tokens_stored, features
         return features, p.m if p.m <= line else pl.cdiv(p.m, line) * line
+
+    @property
+    def can_turn(self) -> bool:
+        """True where the tokens of a feature-major sum can be stored one by one.
+
+        Chunks are squares of 64 features by 64 tokens, and no line is a chunk alone.
+        """
+        if not self.problem.two_of_four or self.config.splits > 1:
+            return False
+        return self.tiles.config.block[0] == 64 and self.problem.n > 64
 
     @property
     def one_line(self) -> bool:
@@ -457,10 +472,11 @@ def _consume(
         def view(chunk: int) -> Ref:
             if cut.one_line and chunk:
                 return None
-            return cut.tiles.out_view(refs["out"], m, n, consumer, chunk)
+            where = m, n, consumer, chunk
+            return cut.tiles.out_view(refs["out"], *where, turned=cut.turned)
 
         def store() -> None:
-            store_tile(cut.tiles, sums, scratch, consumer, view)
+            store_tile(cut.tiles, sums, scratch, consumer, view, turned=cut.turned)
 
         if cut.one_line:  # see `store_tile`
             beyond = consumer if cut.tiles.config.split == "n" else 0
@@ -514,7 +530,8 @@ def tile_sparse_matmul(
         bias: [N] or None.
         activation: a name in `ACTIVATIONS`, or None.
         feature_major: how the input and the output are stored; with a `TileSparse24`
-            what is not feature-major is transposed.
+            a token-major input is transposed, and so is the output of tiles of 256
+            columns or of parts.
         config: how to cut it.
         device: the GPU that the kernel is built for.
 
@@ -545,6 +562,8 @@ def tile_sparse_matmul(
         activation=activation if fused else None,
         equal_steps=w.room // STEP if w.equal_counts else None,
     )
+    if cut.can_turn and not wanted.y_major:
+        cut = dataclasses.replace(cut, turned=True)
     check_tiles(cut.tiles, device, config)
     inputs = {"x": x, "values": w.values, "rows": w.rows, "counts": w.counts}
     inputs |= compressed
@@ -560,6 +579,8 @@ def tile_sparse_matmul(
     y = _call(traced, tuple(inputs), device, *inputs.values())
     if not fused:
         y = _add_parts(y, cut, bias, activation)
+    if cut.turned:
+        return y[: wanted.m, : wanted.n]
     y = y[: wanted.n, : wanted.m] if y_major else y[: wanted.m, : wanted.n]
     if wanted.two_of_four and not wanted.y_major:
         return y.T
@@ -578,8 +599,8 @@ def _stored(
     """The input as the kernel wants it, how it and the output are stored, the config.
 
     One token is the same memory in either layout: the copy engine, which wants lines of
-    16 bytes, then reads and writes a row. Only a left operand may be 2:4: the output is
-    feature-major.
+    16 bytes, then reads and writes a row. Only a left operand may be 2:4: the sums are
+    those of a feature-major output.
     """
     x_major, y_major = feature_major
     if two_of_four:

@@ -137,6 +137,20 @@ def test_layers_that_keep_nearly_all_rows_keep_all():
     assert not found.tiled.all()
 
 
+def test_fours_are_searched_only_where_that_keeps_much_more():
+    random = np.random.default_rng(0)
+    even = 1 + random.random((128, 128))
+    uneven = np.where(np.arange(128)[:, None] < 8, 9, 1) * even  # of a four all matter
+    matrices = [Matrix(name="even", scores=even), Matrix(name="uneven", scores=uneven)]
+    config = PruneConfig(pattern="tw24", tile=64, sparsity=0.5)
+    plain, searched = make_masks(matrices, config)
+    np.testing.assert_array_equal(plain.kept, two_of_four(even))
+    assert searched.fours is not None
+    for rows in searched.fours.rows:
+        assert (rows != np.arange(128)).any()
+    assert searched.kept[:8].all() and searched.tiled.all()
+
+
 def test_rows_that_all_columns_need_do_not_meet():
     """Of four alike in a row 2:4 would lose half; exchanged, a third more stays."""
     rng = np.random.default_rng(0)
@@ -221,8 +235,7 @@ def test_training_keeps_the_masks(tmp_path):
 @pytest.mark.parametrize("together", [True, False])
 def test_gate_that_lacks_a_tile_takes_no_row_out_of_a_four(together):
     model = small_model()
-    assert model.blocks is not None
-    gate = model.blocks.mlp.gate.kernel
+    gate = operator.attrgetter("blocks.mlp.gate.kernel")(model)
     gate[...] = gate[...].at[..., 64:128].multiply(1e-4)
     settings = {"sparsity": 0.6, "tile": 64, "scope": "global"}
     config = PruneConfig(pattern="tw24", hidden_together=together, **settings)
