@@ -1,11 +1,12 @@
 """Parts that the Mosaic GPU kernels share.
 
 `device` is the device that a kernel is built for, `tile_scheduler` which tile a block
-computes, `copies` shared memory and what fills it, `lanes` what lanes do with registers
-(masks, rows, columns, votes), `pipeline` the roles of warpgroups and the ring between
-them, `manual_axes` the marks of `jax.shard_map`, `aliases` names for what Pallas gives
-no type to, `layout_order` makes JAX's layout inference faster, and `kept_modules` keeps
-what JAX makes of a kernel for the next program.
+computes, `copies` shared memory and what fills it, `chunked_matmul` matmuls of what
+lies there in chunks, `lanes` what lanes do with registers (masks, rows, columns,
+votes), `pipeline` the roles of warpgroups and the ring between them, `manual_axes` the
+marks of `jax.shard_map`, `aliases` names for what Pallas gives no type to,
+`layout_order` makes JAX's layout inference faster, and `kept_modules` keeps what JAX
+makes of a kernel for the next program.
 """
 
 from pallas_kernels.mosaic import layout_order

@@ -66,6 +66,33 @@ def keep_band(
     return mask_outside_band(values, *bounds)
 
 
+def lane_sums(values: jax.Array) -> jax.Array:
+    """Sums of every eighth column, which a lane has without asking another one.
+
+    Args:
+        values: fp32 [64, columns], in the layout of wgmma accumulators.
+
+    Returns:
+        fp32 [64, 8], whose sums are those of the rows.
+    """
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct((values.shape[0], 8), jnp.float32, layout),
+    )
+    def add_own_columns(ctx: Any, values: mgpu.FragmentedArray) -> Any:
+        del ctx
+        columns = np.split(values.registers, values.registers.shape[1], axis=1)
+        sums = functools.reduce(np.vectorize(arith.addf, otypes=[object]), columns)
+        return mgpu.FragmentedArray(
+            _registers=sums, _layout=values.layout, _is_signed=values.is_signed
+        )
+
+    add: Any = add_own_columns  # the decorator supplies the context
+    return add(values)
+
+
 def _first_element(values: mgpu.FragmentedArray) -> tuple[ir.Value, ir.Value]:
     """Row and column of the first element of a lane, int32."""
     i32 = ir.IntegerType.get_signless(32)

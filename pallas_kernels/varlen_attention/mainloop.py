@@ -18,8 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.chunked_matmul import add_scores, add_values
 from pallas_kernels.mosaic.fp8_fragments import as_fp8_operand
-from pallas_kernels.mosaic.lanes import any_of_warp, distances, keep_band
+from pallas_kernels.mosaic.lanes import (
+    any_of_warp,
+    distances,
+    keep_band,
+    lane_sums,
+)
 from pallas_kernels.varlen_attention.config import (
     ROWS,
     ForwardBlocks,
@@ -43,6 +49,16 @@ limit is computed anew only where sums are scaled: it is too low meanwhile, at m
 _FP8_SLACK, _FP8_OFFSET = 2.0, 6.0
 """The same limit for weights that become E4M3, which holds 448, and what weights are
 multiplied by, as a power of two: unlike other types it has few numbers below 1."""
+
+
+_JOINED = 128
+"""Columns of values that one instruction multiplies, where they are as many: half as
+many instructions as by chunks of 64. Took 2 to 3% less with head dim 128."""
+
+_LATE = 32
+"""Keys of a step whose weights are then computed only after the wait for the values of
+the step before, among the conversions of the others to 16 bits, which have to wait for
+them. Another 1% of a pass without a mask; 64 keys took as long as none."""
 
 
 def in_registers(ref: Ref, count: int) -> tuple[Any, ...]:
@@ -102,6 +118,10 @@ class ForwardMainloop:
         self.on_demand = blocks.consumers > 1
         self.values_behind, _, self.value_width = problem.value_tiles(blocks.block_k)
         fp8 = problem.fp8
+        self.joined = problem.value_size == _JOINED and not fp8
+        if self.joined:
+            self.values_behind = 1
+        self.late = _LATE if self.joined and blocks.overlap else 0
         self.slack, self.offset = (_FP8_SLACK, _FP8_OFFSET) if fp8 else (_SLACK, 0.0)
 
     @property
@@ -114,6 +134,11 @@ class ForwardMainloop:
     def log2_factor(self) -> Any:
         """The factor that turns the scores of `log2_scores` into exponents of two."""
         return self.scale * LOG2E if self.scores.plain else 1.0
+
+    def early_and_late(self, x: Any) -> tuple[Any, ...]:
+        """The keys of a step in two parts, if the last ones are late: `_LATE`."""
+        early = self.shape[1] - self.late
+        return (x[:, :early], x[:, early:]) if self.late else (x,)
 
     def operand(self, weights: Any) -> Any:
         """Weights in the type of the values, as the left operand of a matmul."""
@@ -147,7 +172,10 @@ class ForwardMainloop:
             plgpu.barrier_wait(self.scratch["turn"])
 
     def multiply_keys(self, acc: Ref, stage: Scalar) -> None:
-        """Starts ``q @ k.T``, one wgmma group a chunk."""
+        """Starts ``q @ k.T``, one wgmma group a chunk, or one in all."""
+        if self.joined:
+            add_scores(acc, self.held, self.queries, self.k_smem.at[stage])
+            return
         for chunk in range(self.problem.chunks):
             keys = self.k_smem.at[stage, chunk].transpose((1, 0))
             held = chunk < len(self.held)
@@ -155,7 +183,11 @@ class ForwardMainloop:
             plgpu.wgmma(acc, queries, keys)
 
     def multiply_values(self, acc: Ref, weights: Any, stage: Scalar) -> None:
-        """Starts ``weights @ v``, one wgmma group a chunk."""
+        """Starts ``weights @ v``, `values_behind` wgmma groups."""
+        if self.joined:
+            add_values(acc, weights, self.v_smem.at[stage])
+            return
+        (weights,) = weights
         for chunk in range(self.values_behind):
             values = self.v_smem.at[stage, chunk]
             part = slice(chunk * self.value_width, (chunk + 1) * self.value_width)
@@ -208,11 +240,11 @@ class ForwardMainloop:
 
     def softmax(
         self, s: Any, state: tuple[Any, ...], masked: bool
-    ) -> tuple[Any, tuple[Any, ...], Any, tuple[Any, ...]]:
-        """Weights of a step, and what `accumulate` has to know.
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], Any, tuple[Any, ...]]:
+        """Weights of a step, of late ones logarithms; what `accumulate` has to know.
 
         The state of a query is the score that weights are relative to, the limit above
-        which another one takes its place, and the sum of the weights.
+        which another one takes its place, and the sum of the weights: `sum_of`.
         """
         factor = self.log2_factor
         m, limit, total = state
@@ -227,10 +259,26 @@ class ForwardMainloop:
             safe = jnp.where(m_new == -jnp.inf, jnp.zeros_like(m_new), m_new)
         s = s * factor if self.scores.plain else s
         s = s - lax.broadcast_in_dim(safe, self.shape, [0])
+        s, *late = self.early_and_late(s)
         p = jnp.exp2(s)
-        added = m - safe, jnp.sum(p, axis=1)
+        added = m - safe, self.sum_of(p)
         scales = any_of_warp(grown) if on_demand else None
-        return p, (m_new, limit, total), scales, added
+        return (p, *late), (m_new, limit, total), scales, added
+
+    def late_weights(self, p: tuple[Any, ...], total: Any) -> tuple[Any, Any]:
+        """All weights of a step from the early ones, and the sum of all."""
+        p = (p[0], *map(jnp.exp2, p[1:]))
+        for part in p[1:]:
+            total += self.sum_of(part)
+        return p, total
+
+    def sum_of(self, weights: Any) -> Any:
+        """Sums of the rows, [64], or of what each lane has of them, [64, 8]."""
+        return lane_sums(weights) if self.late else jnp.sum(weights, axis=1)
+
+    def of_rows(self, total: Any) -> Any:
+        """The sums of the rows from those of `sum_of`."""
+        return jnp.sum(total, axis=1) if self.late else total
 
     def accumulate(
         self,
@@ -245,13 +293,13 @@ class ForwardMainloop:
 
         def follow() -> tuple[Any, ...]:
             alpha = jnp.exp2(shift)
-            new = total * alpha + weights
+            new = total * (self.spread(alpha, 8) if self.late else alpha) + weights
             moved = self.limit(m, new)
             if self.on_demand:
                 # Only of queries that follow themselves: another one of the warp may be
                 # the next sequence's, and no bit of a query may depend on it.
                 moved = jnp.where(shift < 0, moved, limit)
-            return sums * self.spread(alpha), moved, new
+            return sums * self.spread(alpha, self.problem.value_size), moved, new
 
         def stay() -> tuple[Any, ...]:
             return sums, limit, total + weights
@@ -266,13 +314,13 @@ class ForwardMainloop:
         """The score above which weights become relative to a larger one."""
         if not self.on_demand:
             return m
-        share = jnp.log2(total) - _SHARE
+        share = jnp.log2(self.of_rows(total)) - _SHARE
         least, most = self.offset, self.offset + self.slack
         return m + jnp.minimum(jnp.maximum(share, least), most)
 
-    def spread(self, column: Any) -> Any:
-        """A number a query to the shape of the sums."""
-        return lax.broadcast_in_dim(column, (ROWS, self.problem.value_size), [0])
+    def spread(self, column: Any, width: int) -> Any:
+        """A number a query to so many columns."""
+        return lax.broadcast_in_dim(column, (ROWS, width), [0])
 
     # --- loops ------------------------------------------------------------------------
 
@@ -301,7 +349,8 @@ class ForwardMainloop:
             plgpu.commit_smem()
         column = plgpu.Layout.WGMMA.reduce(1)
         m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), column)
-        total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column)
+        total = jnp.zeros((ROWS, 8) if self.late else (ROWS,), jnp.float32)
+        total = plgpu.layout_cast(total, plgpu.Layout.WGMMA if self.late else column)
         loop = self.overlapped if self.blocks.overlap else self.in_turn
         acc = plgpu.WGMMAAccumulatorRef((ROWS, self.problem.value_size), jnp.float32)
         sums, state = pl.run_scoped(functools.partial(loop, (m, m, total)), acc)
@@ -351,7 +400,7 @@ class ForwardMainloop:
             p, state, scales, added = self.softmax(s, state, masked)
             sums = plgpu.wgmma_accumulator_load(acc, wait_n=None)
             acc[...], state = self.accumulate(sums, state, scales, added)
-            p = self.operand(p)
+            p = tuple(map(self.operand, p))
             state, p = lax.optimization_barrier((state, p))
             stage = self.wait("v", i)
             self.take_turns()
@@ -400,8 +449,9 @@ class ForwardMainloop:
             # weights become 16-bit operands only here.
             p, state, added = lax.optimization_barrier((p, state, added))
             self.release("v", i - 1)
-            acc[...], state = self.accumulate(sums, state, scales, added)
-            return state, self.operand(p)
+            acc[...], (*state, total) = self.accumulate(sums, state, scales, added)
+            p, total = self.late_weights(p, total)
+            return (*state, total), tuple(map(self.operand, p))
 
         def first_step(_: Any, carry: Any, masked: bool) -> Any:
             state, _ = carry
@@ -420,7 +470,8 @@ class ForwardMainloop:
             s = self.log2_scores(s, jnp.int32(0), masked)
             p, (m, _, _), _, (_, total) = self.softmax(s, state, masked)
             self.wait("v", 0)
-            return (m, self.limit(m, total), total), self.operand(p)
+            p, total = self.late_weights(p, total)
+            return (m, self.limit(m, total), total), tuple(map(self.operand, p))
 
         def last_values(_: Any, p: Any) -> Any:
             self.multiply_values(acc, p, self.stage(steps - 1))
@@ -432,6 +483,7 @@ class ForwardMainloop:
             pl.when(self.warpgroup == 1)(self.take_turns)
         dtype = self.problem.dtype
         p = plgpu.layout_cast(jnp.zeros(self.shape, dtype), operand_layout(dtype))
+        p = self.early_and_late(p)
         # Loops of at most one trip, because tiles without keys exist.
         once = jnp.minimum(steps, 1)
         clear = jnp.where(self.tile["first"] == 0, jnp.minimum(self.tile["last"], 1), 0)
@@ -448,6 +500,7 @@ class ForwardMainloop:
 
     def normalize(self, sums: Any, m: Any, total: Any) -> tuple[Any, Any]:
         """Divides by the sum of weights, the sink's included; and the logarithm."""
+        total = self.of_rows(total)
         zero, minus_inf = jnp.zeros_like(m), jnp.full_like(m, -jnp.inf)
         if self.sink is not None:  # one more key, whose value is zero
             sink = jnp.where(self.tile["real"] == 1, self.sink * LOG2E, -jnp.inf)
@@ -455,11 +508,11 @@ class ForwardMainloop:
             safe = jnp.where(m_new == -jnp.inf, zero, m_new)
             alpha = jnp.exp2(m - safe)
             total = total * alpha + jnp.exp2(sink - safe)
-            sums = sums * self.spread(alpha)
+            sums = sums * self.spread(alpha, self.problem.value_size)
             m = m_new
         seen = total > 0
         inverse = jnp.where(seen, 1.0 / jnp.where(seen, total, zero + 1.0), zero)
         if self.descales is not None:
             inverse = inverse * self.descales[1]
         log_sum = jnp.where(seen, (m + jnp.log2(total)) * _LN2, minus_inf)
-        return sums * self.spread(inverse), log_sum
+        return sums * self.spread(inverse, self.problem.value_size), log_sum

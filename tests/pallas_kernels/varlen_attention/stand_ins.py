@@ -82,6 +82,19 @@ def _add_shared_row(values, row, closure):
     return values * np.float32(closure["factor"]) + row
 
 
+def _side_by_side(chunks):
+    return np.concatenate([np.asarray(x, np.float32) for x in chunks], axis=1)
+
+
+def _multiply_values(sums, values, *weights):
+    return sums + _side_by_side(weights) @ _side_by_side(values)
+
+
+def _multiply_keys(sums, queries, keys, *held):
+    queries = _side_by_side([*held, *queries[len(held) :]])
+    return sums + queries @ _side_by_side(keys).T
+
+
 def _add_diagonals(products, base, part, table, boxes, closure):
     terms, boxes = closure["terms"], iter(boxes)
     table = table.reshape(-1)
@@ -130,6 +143,11 @@ def _round_to_operand(values):
     return halves.swapaxes(2, 3).reshape(values.shape)
 
 
+register_inline(
+    "add_own_columns", lambda values: values.reshape(len(values), -1, 8).sum(axis=1)
+)
+register_inline("multiply_values", _multiply_values, wgmma=True)
+register_inline("multiply_keys", _multiply_keys, wgmma=True)
 register_inline("add_diagonals", _add_diagonals)
 register_inline("flatten_registers", lambda values: values.reshape(16, 256))
 register_inline("unflatten_registers", lambda values: values.reshape(64, 64))
