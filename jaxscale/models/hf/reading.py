@@ -1,0 +1,248 @@
+"""Parameters from files to devices, in the layout of the files.
+
+Bytes go from the file into memory of the host by several threads, and from there to the
+devices: the host neither transposes nor converts them, which devices do a hundred times
+as fast. A server reads its weights while other threads trace and compile programs, and
+waits up to 5 ms for Python's lock after each call that gave it away: so few calls are
+made, each for many bytes.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from jaxscale.models.hf.files import Checkpoint
+from jaxscale.models.hf.names import TensorMap
+
+
+type Place = NamedSharding | SingleDeviceSharding
+"""Where an array is to be."""
+type Bounds = tuple[tuple[int, int], ...]
+"""Start and end of a slice in each dimension."""
+type Read = Callable[[], None]
+
+_READERS = 8  # threads
+_PIECE = 32 << 20  # bytes that one of them reads at a time
+_GROUP = 512 << 20  # bytes that go to the devices together, but at least a shard
+_AHEAD = 2 << 30  # bytes in memory of the host, but at least a group
+_ALIGNED = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Wanted:
+    """A parameter, or the part of it that one block has; all as the file lays it out.
+
+    The file has the dimensions of a kernel in reverse where `TensorMap.transpose` says
+    so, but those of a stack of layers first.
+    """
+
+    entry: TensorMap
+    layer: int | None
+    """The block; None for a whole parameter, whose first dimension may be layers."""
+    shape: tuple[int, ...]
+    limits: tuple[int, ...]
+    """The part of `shape` that is in the file; the rest is zeros."""
+    columns: np.ndarray
+    """Where the features are in a tensor that several parameters share."""
+    dtype: np.dtype
+    place: Place
+
+    @property
+    def is_stack(self) -> bool:
+        """The first dimension is layers."""
+        return self.entry.stacked and self.layer is None
+
+    @functools.cached_property
+    def shards(self) -> list["_Shard"]:
+        """What the devices of this process need; copies are read once."""
+        found: dict[Bounds, list[jax.Device]] = {}
+        where = self.place.addressable_devices_indices_map(self.shape)
+        for device, index in where.items():
+            # The index is None only for devices of other processes.
+            parts = zip(index or (), self.shape, strict=True)
+            bounds = tuple(part.indices(size)[:2] for part, size in parts)
+            found.setdefault(bounds, []).append(device)
+        return [_Shard(self, *each) for each in found.items()]
+
+
+class _Shard(NamedTuple):
+    """A slice of a parameter, and the devices that get it."""
+
+    wanted: Wanted
+    bounds: Bounds
+    devices: list[jax.Device]
+
+    @property
+    def shape(self) -> list[int]:
+        return [stop - start for start, stop in self.bounds]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.wanted.dtype.itemsize
+
+    def reads(self, checkpoint: Checkpoint, target: np.ndarray) -> Iterator[Read]:
+        """What fills `target` with the slice, piece by piece."""
+        wanted, stack = self.wanted, self.wanted.is_stack
+        entry, layers = wanted.entry, range(*self.bounds[0]) if stack else (None,)
+        limits = zip(self.bounds[stack:], wanted.limits[stack:], strict=True)
+        inside = [(min(a, end), min(b, end)) for (a, b), end in limits]
+        sizes = [b - a for a, b in inside]
+        target = target if stack else target[None]
+        if list(target.shape[1:]) != sizes:
+            target.fill(0)
+        target = target[:, *map(slice, sizes)]
+        if not target.size:
+            return
+        axis = 0 if entry.transpose else len(sizes) - 1
+        columns = wanted.columns[slice(*inside[axis])]
+        low, high = int(columns[0]), int(columns[-1]) + 1
+        index = [slice(*each) for each in inside]
+        index[axis] = slice(low, high)
+        rows = max(_PIECE * sizes[0] // target[0].nbytes, 1)
+        for layer, whole in zip(layers, target, strict=True):
+            name = entry.tensor(wanted.layer if layer is None else layer)
+            if len(columns) < high - low:  # those of other parameters lie between
+                part = checkpoint.view(name)[tuple(index)]
+                yield functools.partial(_take, part, columns - low, axis, whole)
+                continue
+            for start in range(0, sizes[0], rows):
+                piece = whole[start : start + rows]
+                begin = index[0].start + start
+                where = slice(begin, begin + len(piece)), *index[1:]
+                yield functools.partial(checkpoint.read, name, where, piece)
+
+
+def _take(part: np.ndarray, columns: np.ndarray, axis: int, target: np.ndarray) -> None:
+    target[...] = np.take(part, columns, axis)
+
+
+def read_arrays(
+    checkpoint: Checkpoint, wanted: Sequence[Wanted]
+) -> Iterator[jax.Array]:
+    """Each of `wanted`, on its devices, in order; those after it are read meanwhile.
+
+    At most `_AHEAD` bytes are in memory of the host, and beside the arrays that were
+    taken `_GROUP` on the devices, none of another block.
+    """
+    shards = [shard for each in wanted for shard in each.shards]
+    with contextlib.closing(_sent(checkpoint, _groups(shards))) as sent:
+        for each in wanted:
+            # No name holds what is yielded: it is gone once the caller lets go of it.
+            yield jax.make_array_from_single_device_arrays(
+                each.shape,
+                each.place,
+                [array for _ in each.shards for array in next(sent)],
+                dtype=each.dtype,
+            )
+
+
+def _groups(shards: Sequence[_Shard]) -> Iterator[list[_Shard]]:
+    """The shards that go to their devices together, in their order."""
+    group: list[_Shard] = []
+    for shard in shards:
+        full = sum(each.nbytes for each in group) + shard.nbytes > _GROUP
+        if group and (full or shard.wanted.layer != group[0].wanted.layer):
+            yield group
+            group = []
+        group.append(shard)
+    if group:
+        yield group
+
+
+def _sent(
+    checkpoint: Checkpoint, groups: Iterator[list[_Shard]]
+) -> Iterator[list[jax.Array]]:
+    """The copies of each shard of all groups, one for each of its devices."""
+    free: list[np.ndarray] = []
+    held, reading = 0, collections.deque[tuple[Any, ...]]()
+    following = next(groups, None)
+    pool = ThreadPoolExecutor(_READERS, thread_name_prefix="read")
+    try:
+        while following or reading:
+            while following:
+                size = sum(-(-each.nbytes // _ALIGNED) * _ALIGNED for each in following)
+                if reading and held + size > _AHEAD:
+                    break
+                memory = _memory(free, size)
+                parts = _parts(following, memory)
+                futures = _read(checkpoint, following, parts, pool)
+                reading.append((following, memory, parts, futures))
+                held, following = held + memory.nbytes, next(groups, None)
+            group, memory, parts, futures = reading.popleft()
+            wait(futures)
+            for future in futures:
+                future.result()
+            arrays = _put(group, parts)
+            held -= memory.nbytes
+            if following and group[0].devices[0].platform != "cpu":
+                free.append(memory)  # arrays of a CPU may be where it was read
+            del memory, parts
+            while arrays:
+                yield arrays.popleft()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _memory(free: list[np.ndarray], size: int) -> np.ndarray:
+    """Memory that is free, or new: to use pages for the first time takes long."""
+    for i, memory in enumerate(free):
+        if size <= memory.nbytes <= 2 * size:
+            return free.pop(i)
+    free.clear()
+    return np.empty(size, np.uint8)
+
+
+def _parts(group: Sequence[_Shard], memory: np.ndarray) -> list[np.ndarray]:
+    """The part of memory for each shard."""
+    parts, start = [], 0
+    for shard in group:
+        part = memory[start : start + shard.nbytes].view(shard.wanted.dtype)
+        parts.append(part.reshape(shard.shape))
+        start += -(-shard.nbytes // _ALIGNED) * _ALIGNED
+    return parts
+
+
+def _read(
+    checkpoint: Checkpoint,
+    group: Sequence[_Shard],
+    parts: Sequence[np.ndarray],
+    pool: ThreadPoolExecutor,
+) -> list[Future[None]]:
+    """Begin to read a group; small tensors together."""
+    futures, some, size = [], [], 0
+    for shard, part in zip(group, parts, strict=True):
+        for read in shard.reads(checkpoint, part):
+            some.append(read)
+            size += read.args[-1].nbytes
+            if size >= _PIECE:
+                futures.append(pool.submit(_call, some))
+                some, size = [], 0
+    return [*futures, pool.submit(_call, some)]
+
+
+def _call(reads: Sequence[Read]) -> None:
+    for read in reads:
+        read()
+
+
+def _put(
+    group: Sequence[_Shard], parts: Sequence[np.ndarray]
+) -> collections.deque[list[jax.Array]]:
+    """The arrays of a group, for each shard those of its devices, once they are there.
+
+    All in one call, after which nothing uses the memory of the host.
+    """
+    pairs = zip(group, parts, strict=True)
+    copies = [(part, device) for shard, part in pairs for device in shard.devices]
+    arrays = jax.block_until_ready(jax.device_put(*map(list, zip(*copies, strict=True))))
+    found = iter(arrays)
+    return collections.deque([next(found) for _ in each.devices] for each in group)
