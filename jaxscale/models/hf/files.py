@@ -103,8 +103,8 @@ class Checkpoint:
         """A tensor in the memory-mapped file: what is used of it is read then."""
         opened = self._opened(self._files[name])
         begin, end = (opened.start + at for at in self._about(name)["data_offsets"])
-        return opened.content[begin:end].view(self.dtype(name)).reshape(
-            self.shape(name)
+        return (
+            opened.content[begin:end].view(self.dtype(name)).reshape(self.shape(name))
         )
 
     def read(self, name: str, index: tuple[slice, ...], target: np.ndarray) -> None:

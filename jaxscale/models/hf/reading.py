@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -28,12 +28,11 @@ type Place = NamedSharding | SingleDeviceSharding
 """Where an array is to be."""
 type Bounds = tuple[tuple[int, int], ...]
 """Start and end of a slice in each dimension."""
-type Read = Callable[[], None]
 
 _READERS = 8  # threads
 _PIECE = 32 << 20  # bytes that one of them reads at a time
 _GROUP = 512 << 20  # bytes that go to the devices together, but at least a shard
-_AHEAD = 2 << 30  # bytes in memory of the host, but at least a group
+_AHEAD = 1 << 30  # bytes in memory of the host, but at least a group
 _ALIGNED = 64
 
 
@@ -89,7 +88,9 @@ class _Shard(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.wanted.dtype.itemsize
 
-    def reads(self, checkpoint: Checkpoint, target: np.ndarray) -> Iterator[Read]:
+    def reads(
+        self, checkpoint: Checkpoint, target: np.ndarray
+    ) -> Iterator[functools.partial[None]]:
         """What fills `target` with the slice, piece by piece."""
         wanted, stack = self.wanted, self.wanted.is_stack
         entry, layers = wanted.entry, range(*self.bounds[0]) if stack else (None,)
@@ -145,70 +146,98 @@ def read_arrays(
             )
 
 
-def _groups(shards: Sequence[_Shard]) -> Iterator[list[_Shard]]:
+def _groups(shards: Sequence[_Shard]) -> list[list[_Shard]]:
     """The shards that go to their devices together, in their order."""
-    group: list[_Shard] = []
+    groups: list[list[_Shard]] = []
     for shard in shards:
-        full = sum(each.nbytes for each in group) + shard.nbytes > _GROUP
-        if group and (full or shard.wanted.layer != group[0].wanted.layer):
-            yield group
-            group = []
-        group.append(shard)
-    if group:
-        yield group
+        last = groups[-1] if groups else []
+        fits = sum(each.nbytes for each in last) + shard.nbytes <= _GROUP
+        if last and fits and shard.wanted.layer == last[0].wanted.layer:
+            last.append(shard)
+        else:
+            groups.append([shard])
+    return groups
 
 
 def _sent(
-    checkpoint: Checkpoint, groups: Iterator[list[_Shard]]
+    checkpoint: Checkpoint, groups: Sequence[list[_Shard]]
 ) -> Iterator[list[jax.Array]]:
     """The copies of each shard of all groups, one for each of its devices."""
-    free: list[np.ndarray] = []
-    held, reading = 0, collections.deque[tuple[Any, ...]]()
-    following = next(groups, None)
+    memory, following = _Memory(groups), collections.deque(groups)
+    reading = collections.deque[tuple[Any, ...]]()
     pool = ThreadPoolExecutor(_READERS, thread_name_prefix="read")
+
+    def begin() -> None:
+        """Read as much as there is memory for."""
+        while following and (parts := memory.take(following[0])) is not None:
+            group = following.popleft()
+            reading.append((group, parts, _read(checkpoint, group, parts, pool)))
+
     try:
-        while following or reading:
-            while following:
-                size = sum(-(-each.nbytes // _ALIGNED) * _ALIGNED for each in following)
-                if reading and held + size > _AHEAD:
-                    break
-                memory = _memory(free, size)
-                parts = _parts(following, memory)
-                futures = _read(checkpoint, following, parts, pool)
-                reading.append((following, memory, parts, futures))
-                held, following = held + memory.nbytes, next(groups, None)
-            group, memory, parts, futures = reading.popleft()
+        begin()
+        while reading:
+            group, parts, futures = reading.popleft()
             wait(futures)
             for future in futures:
                 future.result()
             arrays = _put(group, parts)
-            held -= memory.nbytes
-            if following and group[0].devices[0].platform != "cpu":
-                free.append(memory)  # arrays of a CPU may be where it was read
-            del memory, parts
+            del parts
+            memory.give_back()
+            begin()
             while arrays:
                 yield arrays.popleft()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _memory(free: list[np.ndarray], size: int) -> np.ndarray:
-    """Memory that is free, or new: to use pages for the first time takes long."""
-    for i, memory in enumerate(free):
-        if size <= memory.nbytes <= 2 * size:
-            return free.pop(i)
-    free.clear()
-    return np.empty(size, np.uint8)
+class _Memory:
+    """Memory of the host, `_AHEAD` bytes or the largest group, as a ring.
+
+    It is used over and over: the first use of a page takes ten times as long as to
+    read its bytes.
+    """
+
+    def __init__(self, groups: Sequence[list[_Shard]]) -> None:
+        self._end = max([_AHEAD, *map(_ring_bytes, groups)])
+        devices = [shard.devices[0] for group in groups for shard in group]
+        self._bytes: np.ndarray | None = None
+        # An array of a CPU may be the memory that it was made of.
+        if devices and devices[0].platform != "cpu":
+            self._bytes = np.empty(self._end, np.uint8)
+        self._taken = collections.deque[tuple[int, int]]()
+
+    def take(self, group: Sequence[_Shard]) -> list[np.ndarray] | None:
+        """An array for each shard of a group; None until earlier ones are done."""
+        size, start = _ring_bytes(group), 0
+        if self._taken:
+            first, (last, start) = self._taken[0][0], self._taken[-1]
+            if last >= first and start + size > self._end:
+                start = 0
+            if start + size > (first if start <= first else self._end):
+                return None
+        self._taken.append((start, start + size))
+        parts = []
+        for shard in group:
+            dtype, count = shard.wanted.dtype, shard.nbytes
+            if self._bytes is None:
+                part = np.empty(shard.shape, dtype)
+            else:
+                part = self._bytes[start : start + count].view(dtype)
+            parts.append(part.reshape(shard.shape))
+            start += _aligned(count)
+        return parts
+
+    def give_back(self) -> None:
+        """The memory of the group that was taken first."""
+        self._taken.popleft()
 
 
-def _parts(group: Sequence[_Shard], memory: np.ndarray) -> list[np.ndarray]:
-    """The part of memory for each shard."""
-    parts, start = [], 0
-    for shard in group:
-        part = memory[start : start + shard.nbytes].view(shard.wanted.dtype)
-        parts.append(part.reshape(shard.shape))
-        start += -(-shard.nbytes // _ALIGNED) * _ALIGNED
-    return parts
+def _ring_bytes(group: Sequence[_Shard]) -> int:
+    return sum(_aligned(shard.nbytes) for shard in group) or _ALIGNED
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _read(
@@ -229,7 +258,7 @@ def _read(
     return [*futures, pool.submit(_call, some)]
 
 
-def _call(reads: Sequence[Read]) -> None:
+def _call(reads: Sequence[functools.partial[None]]) -> None:
     for read in reads:
         read()
 
@@ -243,6 +272,6 @@ def _put(
     """
     pairs = zip(group, parts, strict=True)
     copies = [(part, device) for shard, part in pairs for device in shard.devices]
-    arrays = jax.block_until_ready(jax.device_put(*map(list, zip(*copies, strict=True))))
-    found = iter(arrays)
+    values, devices = map(list, zip(*copies, strict=True))
+    found = iter(jax.block_until_ready(jax.device_put(values, devices)))
     return collections.deque([next(found) for _ in each.devices] for each in group)
