@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import os
 import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def test_small_groups_in_a_ring_of_memory(directory, split, small, request):
 @pytest.mark.parametrize("name", ["gpt2", "neox"])
 def test_shared_tensors_in_a_ring_of_memory(name, small, ring):
     """Features of a parameter are apart in the tensor."""
-    model = load(FIXTURES + name)
+    model: Any = load(FIXTURES + name)
     for entry in jax.tree.leaves(model):
         assert np.isfinite(np.asarray(entry, np.float32)).all()
     found = load(FIXTURES + name, for_inference=True)
@@ -118,6 +119,7 @@ def test_the_ring_of_memory_holds_no_two_groups_at_a_place(monkeypatch, ring):
     shards = [shard(size) for size in (0, 1, 40, 333, 1500)]
     groups = [rng.choices(shards, k=rng.randint(1, 3)) for _ in range(300)]
     memory, held, waiting, most = reading._Memory(groups), [], list(groups), 0
+    assert memory._bytes is not None
     begin = memory._bytes.ctypes.data
     while waiting or held:
         while waiting and (parts := memory.take(waiting[0])) is not None:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -63,7 +63,7 @@ class Wanted:
     @functools.cached_property
     def shards(self) -> list["_Shard"]:
         """What the devices of this process need; copies are read once."""
-        found: dict[Bounds, list[jax.Device]] = {}
+        found: dict[Bounds, list[Any]] = {}
         where = self.place.addressable_devices_indices_map(self.shape)
         for device, index in where.items():
             # The index is None only for devices of other processes.
@@ -78,7 +78,7 @@ class _Shard(NamedTuple):
 
     wanted: Wanted
     bounds: Bounds
-    devices: list[jax.Device]
+    devices: list[Any]
 
     @property
     def shape(self) -> list[int]:
@@ -128,7 +128,7 @@ def _take(part: np.ndarray, columns: np.ndarray, axis: int, target: np.ndarray) 
 
 def read_arrays(
     checkpoint: Checkpoint, wanted: Sequence[Wanted]
-) -> Iterator[jax.Array]:
+) -> Generator[jax.Array]:
     """Each of `wanted`, on its devices, in order; those after it are read meanwhile.
 
     At most `_AHEAD` bytes are in memory of the host, and beside the arrays that were
@@ -161,7 +161,7 @@ def _groups(shards: Sequence[_Shard]) -> list[list[_Shard]]:
 
 def _sent(
     checkpoint: Checkpoint, groups: Sequence[list[_Shard]]
-) -> Iterator[list[jax.Array]]:
+) -> Generator[list[jax.Array]]:
     """The copies of each shard of all groups, one for each of its devices."""
     memory, following = _Memory(groups), collections.deque(groups)
     reading = collections.deque[tuple[Any, ...]]()

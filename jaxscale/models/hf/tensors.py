@@ -86,7 +86,6 @@ def read_model[M](
         places = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
     else:
         places = parameters_of(shardings(described, mesh, rules))
-    sources = {name: entry for entry in maps for name in entry.parameters}
     layouts = {
         name: _Layout(
             entry,
@@ -96,45 +95,48 @@ def read_model[M](
             places[name],
             _dtype_of(checkpoint, _names(entry, shapes), param_dtype),
         )
-        for name, entry in sources.items()
+        for entry in maps
+        for name in entry.parameters
     }
     if abstract:
         leaves = []
         for name, leaf in parameters_of(described).items():
-            dtype = layouts[name].dtype if name in sources else leaf.dtype
+            dtype = layouts[name].dtype if name in layouts else leaf.dtype
             leaves.append(
                 jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=places[name])
             )
-        return jax.tree.unflatten(jax.tree.structure(described), leaves)
-    values = _drawn(init, [n for n in shapes if n not in sources], places, mesh)
+        return _filled(described, leaves)
+    values = _drawn(init, [n for n in shapes if n not in layouts], places, mesh)
     apart = [n for n in shapes if each_block and n.startswith("blocks.")]
-    single = [name for name in sources if name not in apart]
-    blocks = range(shapes[apart[0]][0] if apart else 0)
+    single = [name for name in layouts if name not in apart]
+    numbers = range(shapes[apart[0]][0] if apart else 0)
     wanted = [layouts[name].wanted(checkpoint) for name in single]
-    wanted += [layouts[name].wanted(checkpoint, i) for i in blocks for name in apart]
+    wanted += [layouts[name].wanted(checkpoint, i) for i in numbers for name in apart]
+    blocks = []
     with contextlib.closing(read_arrays(checkpoint, wanted)) as arrays:
         before: Any = ()
         for name in single:
             values[name] = layouts[name].converted(next(arrays))
             jax.block_until_ready(before)  # what it was made of is gone
             before = values[name]
-        # The blocks of the stack are none yet.
-        leaves = [values.get(name) for name in shapes]
-        model: Any = jax.tree.unflatten(jax.tree.structure(described), leaves)
-        if each_block is None:
-            return model
-        one = jax.eval_shape(lambda model: single_block(model.blocks, 0), described)
-        convert = _converter(tuple(layouts[name].conversion(0) for name in apart))
-        found = []
-        for i in blocks:
-            raw = [next(arrays) for _ in apart]
-            block = jax.tree.unflatten(jax.tree.structure(one), raw)
-            del raw
-            jax.block_until_ready(before)
-            before = each_block(block, i, convert)
-            found.append(before)
-    model.scan_layers, model.blocks = False, nnx.List(found)
+        if each_block is not None:
+            one = jax.eval_shape(lambda m: single_block(m.blocks, 0), described)
+            convert = _converter(tuple(layouts[name].conversion(0) for name in apart))
+            for i in numbers:
+                raw = [next(arrays) for _ in apart]
+                jax.block_until_ready(before)
+                before = each_block(_filled(one, raw), i, convert)
+                blocks.append(before)
+                del raw
+    model: Any = _filled(described, [values.get(name) for name in shapes])
+    if each_block is not None:  # those of the stack are none
+        model.scan_layers, model.blocks = False, nnx.List(blocks)
     return model
+
+
+def _filled(tree: Any, leaves: Sequence[Any]) -> Any:
+    """`tree` with other leaves."""
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def _drawn(
