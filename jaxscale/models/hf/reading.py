@@ -2,9 +2,9 @@
 
 Bytes go from the file into memory of the host by several threads, and from there to the
 devices: the host neither transposes nor converts them, which devices do a hundred times
-as fast. A server reads its weights while other threads trace and compile programs, and
-waits up to 5 ms for Python's lock after each call that gave it away: so few calls are
-made, each for many bytes.
+as fast. A server reads its weights while another thread traces programs, and waits up
+to 5 ms for Python's lock after each call that gave it away: so few calls are made, each
+for many bytes.
 """
 
 import collections
@@ -30,7 +30,7 @@ type Bounds = tuple[tuple[int, int], ...]
 """Start and end of a slice in each dimension."""
 
 _READERS = 8  # threads
-_PIECE = 32 << 20  # bytes that one of them reads at a time
+_PIECE = 64 << 20  # bytes that one of them reads at a time
 _GROUP = 512 << 20  # bytes that go to the devices together, but at least a shard
 _AHEAD = 1 << 30  # bytes in memory of the host, but at least a group
 _ALIGNED = 64
@@ -193,8 +193,7 @@ def _sent(
 class _Memory:
     """Memory of the host, `_AHEAD` bytes or the largest group, as a ring.
 
-    It is used over and over: the first use of a page takes ten times as long as to
-    read its bytes.
+    It is used over and over: to read into new pages takes twice as long.
     """
 
     def __init__(self, groups: Sequence[list[_Shard]]) -> None:
