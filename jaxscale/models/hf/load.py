@@ -121,17 +121,7 @@ def load(
     if is_encoder:
         options["head"] = files.own_head if head == "file" else head
     if quantization is not None:
-        check_choice("quantization", quantization, Quantization)
-        if is_encoder:
-            raise ValueError(
-                f"quantization {quantization!r} is for decoders, but {str(path)!r} "
-                f"holds an encoder of model_type {files.family.model_type!r}; leave it "
-                "out"
-            )
-        if abstract:
-            raise ValueError(
-                f"abstract models have no quantization, got {quantization!r}"
-            )
+        _check_quantization(quantization, files, abstract=abstract)
     prepares = not is_encoder and (for_inference or quantization is not None)
     each_block: Any = prepare_read
     if quantization is not None:
@@ -170,6 +160,21 @@ def load(
     if quantization is None:
         return prepare_rest(model, sizes)
     return quantize_rest(model, quantization, mesh)
+
+
+def _check_quantization(
+    quantization: Quantization, files: "_Files", *, abstract: bool
+) -> None:
+    """Raise where a model cannot be quantized as it is read."""
+    check_choice("quantization", quantization, Quantization)
+    if files.family.heads is not None:
+        raise ValueError(
+            f"quantization {quantization!r} is for decoders, but "
+            f"{str(files.checkpoint.directory)!r} holds an encoder of model_type "
+            f"{files.family.model_type!r}; leave it out"
+        )
+    if abstract:
+        raise ValueError(f"abstract models have no quantization, got {quantization!r}")
 
 
 def check_files(path: str | Path) -> None:

@@ -1,8 +1,8 @@
 """Parameters of a model read from, and written to, the tensors of a directory.
 
 Each parameter is read into its shards as the file has it, and transposed and converted
-where it is. The host holds a few gigabytes at most, never the model. Axis letters of
-shapes: L layers, D model, V vocabulary.
+where it is; the host holds a GiB, or the largest shard, never the model. Axis letters
+of shapes: L layers, D model, V vocabulary.
 """
 
 import contextlib
@@ -87,25 +87,12 @@ def read_model[M](
     else:
         places = parameters_of(shardings(described, mesh, rules))
     layouts = {
-        name: _Layout(
-            entry,
-            shapes[name],
-            in_files[name],
-            columns_of(entry, name, in_files),
-            places[name],
-            _dtype_of(checkpoint, _names(entry, shapes), param_dtype),
-        )
+        name: _Layout.of(checkpoint, entry, name, shapes, in_files, places, param_dtype)
         for entry in maps
         for name in entry.parameters
     }
     if abstract:
-        leaves = []
-        for name, leaf in parameters_of(described).items():
-            dtype = layouts[name].dtype if name in layouts else leaf.dtype
-            leaves.append(
-                jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=places[name])
-            )
-        return _filled(described, leaves)
+        return _described(described, layouts, places)
     values = _drawn(init, [n for n in shapes if n not in layouts], places, mesh)
     apart = [n for n in shapes if each_block and n.startswith("blocks.")]
     single = [name for name in layouts if name not in apart]
@@ -132,6 +119,17 @@ def read_model[M](
     if each_block is not None:  # those of the stack are none
         model.scan_layers, model.blocks = False, nnx.List(blocks)
     return model
+
+
+def _described(
+    model: Any, layouts: Mapping[str, "_Layout"], places: Mapping[str, Any]
+) -> Any:
+    """`model` with shapes that say where its parameters are to be."""
+    leaves = []
+    for name, leaf in parameters_of(model).items():
+        dtype = layouts[name].dtype if name in layouts else leaf.dtype
+        leaves.append(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=places[name]))
+    return _filled(model, leaves)
 
 
 def _filled(tree: Any, leaves: Sequence[Any]) -> Any:
@@ -165,6 +163,22 @@ class _Layout(NamedTuple):
     columns: np.ndarray
     place: Place
     dtype: np.dtype
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        entry: TensorMap,
+        name: str,
+        shapes: dict[str, tuple[int, ...]],
+        in_files: dict[str, tuple[int, ...]],
+        places: Mapping[str, Place],
+        param_dtype: DTypeLike | None,
+    ) -> "_Layout":
+        """That of one parameter of a model."""
+        dtype = _dtype_of(checkpoint, _names(entry, shapes), param_dtype)
+        columns = columns_of(entry, name, in_files)
+        return cls(entry, shapes[name], in_files[name], columns, places[name], dtype)
 
     def axes(self, layer: int | None) -> tuple[int, ...]:
         """The dimensions of the parameter, or of one block of it, in a file's order."""
