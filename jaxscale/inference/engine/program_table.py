@@ -164,8 +164,8 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
         """Compile programs, several at a time.
 
         One thread traces and lowers them in their order, which is Python. Nothing of
-        `behind` is traced while weights are read, which takes three times as long
-        beside it, and nothing compiled before `first` is there: it would take cores,
+        `behind` is traced while weights are read, which takes twice as long beside it,
+        and nothing compiled before `first` is there: it would take cores,
         and the GPU, on which XLA tries matmuls, from what is waited for.
 
         Args:
