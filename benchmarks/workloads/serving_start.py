@@ -81,6 +81,7 @@ def _write(file: Path, arrays: dict[str, Any]) -> None:
         about = {"dtype": "BF16", "shape": array.shape, "data_offsets": [begin, end]}
         header[name] = about
     text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # as safetensors aligns it
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for array in arrays.values():

@@ -66,6 +66,7 @@ def quantize(
 def quantize_read(
     block: nnx.Module,
     number: int,
+    convert: Callable[[Any], Any],
     *,
     weights: Quantization,
     mesh: Mesh | None,
@@ -76,7 +77,7 @@ def quantize_read(
     Raises:
         ValueError: a weight is NaN or infinite.
     """
-    block = prepare_read(block, number, mesh=mesh, rules=rules)
+    block = prepare_read(block, number, convert, mesh=mesh, rules=rules)
     _quantize_block(block, weights, mesh, rules, number)
     return block
 

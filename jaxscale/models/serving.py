@@ -174,18 +174,24 @@ def prepare[M: nnx.Module](module: M, rules: AxisRules, sizes: dict[str, int]) -
 
 
 def prepare_read[M: nnx.Module](
-    block: M, number: int, *, mesh: Mesh | None, rules: AxisRules
+    block: M,
+    number: int,
+    convert: Callable[[Any], Any],
+    *,
+    mesh: Mesh | None,
+    rules: AxisRules,
 ) -> M:
     """Prepare a block for inference, as it was read.
 
     Args:
-        block: Of a model on the result of `serving_mesh`.
+        block: Of a model on the result of `serving_mesh`, as the file has it.
         number: Of the block.
+        convert: Makes the block's parameters of what the file has, in the same program.
         mesh: The devices; None is where it is.
         rules: A result of `serving_rules`.
     """
     sizes = () if mesh is None else tuple(mesh.shape.items())
-    return compiled(_preparer(rules, sizes), block, mesh, rules)
+    return compiled(_preparer(convert, rules, sizes), block, mesh, rules)
 
 
 def prepare_rest(model: Any, sizes: dict[str, int]) -> Any:
@@ -197,8 +203,10 @@ def prepare_rest(model: Any, sizes: dict[str, int]) -> Any:
 
 
 @functools.cache  # the same function each time: blocks that are alike are compiled once
-def _preparer(rules: AxisRules, sizes: tuple[tuple[str, int], ...]) -> Any:
-    return lambda block: prepare(block, rules, dict(sizes))
+def _preparer(
+    convert: Callable[[Any], Any], rules: AxisRules, sizes: tuple[tuple[str, int], ...]
+) -> Any:
+    return lambda block: prepare(convert(block), rules, dict(sizes))
 
 
 def _can_repeat(config: Any, ways: int) -> bool:

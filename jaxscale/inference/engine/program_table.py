@@ -22,6 +22,7 @@ type Program = tuple[Key, Any, tuple[Any, ...]]
 """Key, jitted function and input shapes."""
 
 _FIRST_ROWS = 128  # of the batch whose programs are compiled first
+_LOOK_SECONDS = 0.1
 _log = logging.getLogger(__name__)
 
 
@@ -158,12 +159,14 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
         cache: ProgramCache | None,
         placement: str,
         progress: Callable[[], None] | None,
+        weights: threading.Event | None = None,
     ) -> None:
         """Compile programs, several at a time.
 
         One thread traces and lowers them in their order, which is Python. Nothing of
-        `behind` is compiled before `first` is there: it would take cores, and the GPU,
-        on which XLA tries matmuls, from what is waited for.
+        `behind` is traced while weights are read, which takes twice as long beside it,
+        and nothing compiled before `first` is there: it would take cores,
+        and the GPU, on which XLA tries matmuls, from what is waited for.
 
         Args:
             first: Those that are waited for.
@@ -172,6 +175,7 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
             cache: Cache of compiled programs.
             placement: Names the shardings of the results.
             progress: Called after each program that is waited for, until `stop`.
+            weights: Set once the weights are there; None if they are.
 
         Raises:
             Exception: what `progress` or a program that is waited for raises. No others
@@ -195,9 +199,12 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
                 except BaseException as error:  # for the thread that waits
                     lowered.set_exception(error)
 
-        def prepare(program: Program) -> tuple[str, Any, Any] | None:
+        def prepare(program: Program, *, later: bool) -> tuple[str, Any, Any] | None:
             """Name, trace and module; the module only if it must be compiled."""
             lower_broken()
+            while later and weights and not (weights.is_set() or self._has_ended()):
+                weights.wait(_LOOK_SECONDS)
+                lower_broken()
             if self._has_ended():
                 return None
             key, fn, shapes = program
@@ -236,7 +243,10 @@ class ProgramTable(dict[Key, Callable[..., Any]]):
 
         futures = [
             pool.submit(
-                finish, program[0], python.submit(prepare, program), later=later
+                finish,
+                program[0],
+                python.submit(prepare, program, later=later),
+                later=later,
             )
             for later, programs in ((False, first), (True, behind))
             for program in programs

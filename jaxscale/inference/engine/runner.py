@@ -290,6 +290,7 @@ class Runner:
         if behind:
             first, later = self.table.order(first)
         compiled: concurrent.futures.Future[None] = concurrent.futures.Future()
+        read = threading.Event()
 
         def compile_all() -> None:
             try:
@@ -300,6 +301,7 @@ class Runner:
                     cache=cache,
                     placement=repr((self._sharding(PAGES_AXES), self._sharding())),
                     progress=progress,
+                    weights=None if weights is None else read,
                 )
             except BaseException as error:  # it comes out where it is awaited
                 compiled.set_exception(error)
@@ -312,6 +314,7 @@ class Runner:
             threading.Thread(target=compile_all, name="compile", daemon=True).start()
             try:
                 self._take(*weights())
+                read.set()
             except BaseException:
                 self.table.stop()
                 raise

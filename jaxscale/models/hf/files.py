@@ -1,10 +1,12 @@
 """Directories of safetensors files: lazy reading, sharded writing, precise errors."""
 
 import json
+import os
 import shutil
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,11 +25,22 @@ _RUN = "run.json"  # of `jaxscale.training`
 _DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 
 
+class _OpenFile(NamedTuple):
+    """A safetensors file."""
+
+    descriptor: int
+    content: np.ndarray
+    """All bytes, memory-mapped."""
+    tensors: dict[str, Any]
+    """What the header says of each tensor."""
+    start: int
+    """Bytes before the first tensor."""
+
+
 class Checkpoint:
     """The tensors of a Hugging Face directory, read piece by piece.
 
-    Only the headers are read at first. The files are memory-mapped, so a slice of a
-    tensor costs the memory of that slice.
+    Only the headers are read at first.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -49,13 +62,13 @@ class Checkpoint:
             )
         self.config = read_config(self.directory)
         self._files: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, _OpenFile] = {}
         index = self.directory / _INDEX
         if index.is_file():
             self._read_index(index)
         else:
             file = self._require_file(self.directory / _FILE)
-            self._files = dict.fromkeys(self._handle(file).keys(), file)
+            self._files = dict.fromkeys(self._opened(file).tensors, file)
 
     def names(self) -> list[str]:
         """Every tensor of the directory."""
@@ -70,7 +83,7 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, from the header."""
-        return tuple(self._slice(name).get_shape())
+        return tuple(self._about(name)["shape"])
 
     def dtype(self, name: str) -> np.dtype:
         """The type of a tensor, from the header.
@@ -78,7 +91,7 @@ class Checkpoint:
         Raises:
             ValueError: it is not a floating-point type of 16 or 32 bits.
         """
-        found = self._slice(name).get_dtype()
+        found = self._about(name)["dtype"]
         if found not in _DTYPES:
             raise ValueError(
                 f"tensor {name!r} of {self.file(name)} has the type {found}; expected "
@@ -86,10 +99,38 @@ class Checkpoint:
             )
         return jnp.dtype(_DTYPES[found])
 
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a tensor; the rest of it is not read."""
-        part = self._slice(name)
-        return np.asarray(part[index] if index else part[...])
+    def view(self, name: str) -> np.ndarray:
+        """A tensor in the memory-mapped file: what is used of it is read then."""
+        opened = self._opened(self._files[name])
+        begin, end = (opened.start + at for at in self._about(name)["data_offsets"])
+        return (
+            opened.content[begin:end].view(self.dtype(name)).reshape(self.shape(name))
+        )
+
+    def read(self, name: str, index: tuple[slice, ...], target: np.ndarray) -> None:
+        """Copy a slice of a tensor into `target`, converting to its type.
+
+        What is contiguous is read in one call of the system, without Python's lock: a
+        memory-mapped file would be read page by page.
+
+        Raises:
+            ValueError: the file ends before the slice does.
+        """
+        part = self.view(name)[index]
+        if not (part.flags.c_contiguous and target.flags.c_contiguous) or (
+            part.dtype != target.dtype
+        ):
+            target[...] = part
+            return
+        file = self._files[name]
+        opened = self._opened(file)
+        at = _address(part) - _address(opened.content)
+        left = memoryview(target.reshape(-1).view(np.uint8))
+        while left:
+            count = os.preadv(opened.descriptor, [left], at)
+            if not count:
+                raise ValueError(f"{file} has become shorter while it was read")
+            left, at = left[count:], at + count
 
     def check_weights(self) -> None:
         """Verify the files of the tensors against their checksums, if there are any.
@@ -115,7 +156,7 @@ class Checkpoint:
                     f"{index} names the shard {shard!r}, which does not exist; "
                     "download it"
                 )
-            held = set(self._handle(file).keys())
+            held = set(self._opened(file).tensors)
             for name in sorted(n for n, s in weight_map.items() if s == shard):
                 if name not in held:
                     raise ValueError(f"{file} lacks {name!r}, which {index} puts there")
@@ -138,19 +179,31 @@ class Checkpoint:
             f"{self.directory} has neither {_FILE} nor {_INDEX}{hint}"
         )
 
-    def _handle(self, file: Path) -> Any:
+    def _opened(self, file: Path) -> _OpenFile:
         if file not in self._open:
             try:
-                self._open[file] = safetensors.safe_open(file, framework="numpy")
+                with safetensors.safe_open(file, framework="numpy"):
+                    pass  # the header is right, and the file as long as it says
             except safetensors.SafetensorError as error:
                 raise ValueError(
                     f"{file} is not a complete safetensors file ({error}); download it "
                     "again"
                 ) from error
+            content = np.memmap(file, np.uint8, "r").view(np.ndarray)
+            start = 8 + int.from_bytes(content[:8], "little")
+            tensors = json.loads(content[8:start].tobytes())
+            tensors.pop("__metadata__", None)
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, descriptor)
+            self._open[file] = _OpenFile(descriptor, content, tensors, start)
         return self._open[file]
 
-    def _slice(self, name: str) -> Any:
-        return self._handle(self._files[name]).get_slice(name)
+    def _about(self, name: str) -> dict[str, Any]:
+        return self._opened(self._files[name]).tensors[name]
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
 
 
 def write_checkpoint(

@@ -120,36 +120,21 @@ def load(
     is_encoder = files.family.heads is not None
     if is_encoder:
         options["head"] = files.own_head if head == "file" else head
-    each_block = None
     if quantization is not None:
-        check_choice("quantization", quantization, Quantization)
-        if is_encoder:
-            raise ValueError(
-                f"quantization {quantization!r} is for decoders, but {str(path)!r} "
-                f"holds an encoder of model_type {files.family.model_type!r}; leave it "
-                "out"
-            )
+        _check_quantization(quantization, files, abstract=abstract)
+    prepares = not is_encoder and (for_inference or quantization is not None)
+    each_block: Any = prepare_read
+    if quantization is not None:
         each_block = functools.partial(quantize_read, weights=quantization)
-    elif for_inference and not is_encoder:
-        each_block = prepare_read
-    if each_block is not None:
+    if prepares:
         rules = serving_rules(rules)
         mesh = None if mesh is None else serving_mesh(mesh)
-        each_block = functools.partial(each_block, mesh=mesh, rules=rules)
-
-    if abstract and quantization is not None:
-        raise ValueError(f"abstract models have no quantization, got {quantization!r}")
     if not abstract:
         files.checkpoint.check_weights()
 
     def make(dtype: DTypeLike, param_dtype: DTypeLike) -> Any:
-        return files.make(
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rules=rules,
-            rngs=nnx.Rngs(seed),
-            **options,
-        )
+        types = {"dtype": dtype, "param_dtype": param_dtype}
+        return files.make(rules=rules, rngs=nnx.Rngs(seed), **types, **options)
 
     model = read_model(
         files.checkpoint,
@@ -161,10 +146,12 @@ def load(
         param_dtype=param_dtype,
         ignored=files.ignored,
         tied=files.tied,
-        each_block=each_block,
+        each_block=functools.partial(each_block, mesh=mesh, rules=rules)
+        if prepares
+        else None,
         abstract=abstract,
     )
-    if each_block is None:
+    if not prepares:
         return model
     if abstract:
         return model.for_inference()
@@ -173,6 +160,21 @@ def load(
     if quantization is None:
         return prepare_rest(model, sizes)
     return quantize_rest(model, quantization, mesh)
+
+
+def _check_quantization(
+    quantization: Quantization, files: "_Files", *, abstract: bool
+) -> None:
+    """Raise where a model cannot be quantized as it is read."""
+    check_choice("quantization", quantization, Quantization)
+    if files.family.heads is not None:
+        raise ValueError(
+            f"quantization {quantization!r} is for decoders, but "
+            f"{str(files.checkpoint.directory)!r} holds an encoder of model_type "
+            f"{files.family.model_type!r}; leave it out"
+        )
+    if abstract:
+        raise ValueError(f"abstract models have no quantization, got {quantization!r}")
 
 
 def check_files(path: str | Path) -> None:

@@ -1,20 +1,16 @@
 """Parameters of a model read from, and written to, the tensors of a directory.
 
-Each parameter is read directly into its shards: every device gets its own shard, filled
-from the memory-mapped files, several pieces at a time. The host holds two shards (the
-stacked parameter of all blocks counts as one, unless blocks are read one by one), one
-that is read and one on its way, and the pieces that are being read, never the model.
-Axis letters of shapes: L layers, D model, V vocabulary.
+Each parameter is read into its shards as the file has it, and transposed and converted
+where it is; the host holds a GiB, or the largest shard, never the model. Axis letters
+of shapes: L layers, D model, V vocabulary.
 """
 
 import contextlib
 import dataclasses
 import functools
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +21,16 @@ from jax.typing import DTypeLike
 
 from jaxscale.models.hf.files import Checkpoint
 from jaxscale.models.hf.names import TensorMap
+from jaxscale.models.hf.reading import Place, Wanted, read_arrays
 from jaxscale.models.stack import single_block
 from jaxscale.models.vocabulary import vocabulary_dimensions
 from jaxscale.sharding.parameters import shardings
 from jaxscale.sharding.rules import AxisRules
 
 
-_READERS = min(os.cpu_count() or 1, 16)  # pieces of a parameter that are read at a time
-_PIECE = 8 << 20  # bytes, at least: a piece costs some calls of Python
+type Converter = Callable[[Any], Any]
+"""Makes the parameters of a module of what is in the file, the same for modules that
+are alike."""
 
 
 def read_model[M](
@@ -46,7 +44,7 @@ def read_model[M](
     param_dtype: DTypeLike | None,
     ignored: Sequence[str],
     tied: Mapping[str, str],
-    each_block: Callable[[Any, int], Any] | None = None,
+    each_block: Callable[[Any, int, Converter], Any] | None = None,
     abstract: bool = False,
 ) -> M:
     """The model that `make` describes with the values of the file.
@@ -64,8 +62,9 @@ def read_model[M](
         ignored: Patterns of the names of tensors that no model needs.
         tied: Tensors that some files hold besides the one that they equal.
         each_block: Called with each block of the stack, all of whose parameters are in
-            the file, and its number, as soon as it is read; the model gets the returned
-            blocks. None keeps the stack.
+            the file, as the file has it, with its number, and with what converts it,
+            as soon as it is read; the model gets the returned blocks. None keeps the
+            stack.
         abstract: Return the shapes of the parameters, and where they are to be,
             instead of reading them.
 
@@ -87,58 +86,162 @@ def read_model[M](
         places = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
     else:
         places = parameters_of(shardings(described, mesh, rules))
-    sources = {name: entry for entry in maps for name in entry.parameters}
+    layouts = {
+        name: _Layout.of(checkpoint, entry, name, shapes, in_files, places, param_dtype)
+        for entry in maps
+        for name in entry.parameters
+    }
     if abstract:
-        leaves = []
-        for name, leaf in parameters_of(described).items():
-            dtype = leaf.dtype
-            if name in sources:
-                found = _names(sources[name], shapes)
-                dtype = _dtype_of(checkpoint, found, param_dtype)
-            leaves.append(
-                jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=places[name])
-            )
-        return jax.tree.unflatten(jax.tree.structure(described), leaves)
-    new = [name for name in shapes if name not in sources]
-    values = {}
-    if new:
-        draw = jax.jit(
-            lambda: [parameters_of(init())[name] for name in new],
-            out_shardings=[places[name] for name in new],
-        )
-        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-            values = dict(zip(new, draw(), strict=True))
-    read = functools.partial(_read_parameter, checkpoint, shapes, in_files, param_dtype)
+        return _described(described, layouts, places)
+    values = _drawn(init, [n for n in shapes if n not in layouts], places, mesh)
     apart = [n for n in shapes if each_block and n.startswith("blocks.")]
-    before: Any = ()
-    for name in sources:
-        if name not in apart:
-            values[name] = read(sources[name], name, places[name])
-            jax.block_until_ready(before)
-            before = values[name]
-    # The blocks of the stack are none yet.
-    leaves = [values.get(name) for name in shapes]
-    model: Any = jax.tree.unflatten(jax.tree.structure(described), leaves)
-    if each_block is not None:
-        one = jax.eval_shape(lambda model: single_block(model.blocks, 0), described)
-        where = [_of_one_block(places[name]) for name in apart]
-        blocks = []
-        for layer in range(shapes[apart[0]][0]):
-            found = [
-                read(sources[name], name, at, layer)
-                for name, at in zip(apart, where, strict=True)
-            ]
-            block = jax.tree.unflatten(jax.tree.structure(one), found)
+    single = [name for name in layouts if name not in apart]
+    numbers = range(shapes[apart[0]][0] if apart else 0)
+    wanted = [layouts[name].wanted(checkpoint) for name in single]
+    wanted += [layouts[name].wanted(checkpoint, i) for i in numbers for name in apart]
+    blocks = []
+    with contextlib.closing(read_arrays(checkpoint, wanted)) as arrays:
+        before: Any = ()
+        for name in single:
+            values[name] = layouts[name].converted(next(arrays))
             jax.block_until_ready(before)  # what it was made of is gone
-            before = each_block(block, layer)
-            blocks.append(before)
+            before = values[name]
+        if each_block is not None:
+            one = jax.eval_shape(lambda m: single_block(m.blocks, 0), described)
+            convert = _converter(tuple(layouts[name].conversion(0) for name in apart))
+            for i in numbers:
+                raw = [next(arrays) for _ in apart]
+                jax.block_until_ready(before)
+                before = each_block(_filled(one, raw), i, convert)
+                blocks.append(before)
+                del raw
+    model: Any = _filled(described, [values.get(name) for name in shapes])
+    if each_block is not None:  # those of the stack are none
         model.scan_layers, model.blocks = False, nnx.List(blocks)
     return model
 
 
-def _of_one_block(
-    place: NamedSharding | SingleDeviceSharding,
-) -> NamedSharding | SingleDeviceSharding:
+def _described(
+    model: Any, layouts: Mapping[str, "_Layout"], places: Mapping[str, Any]
+) -> Any:
+    """`model` with shapes that say where its parameters are to be."""
+    leaves = []
+    for name, leaf in parameters_of(model).items():
+        dtype = layouts[name].dtype if name in layouts else leaf.dtype
+        leaves.append(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=places[name]))
+    return _filled(model, leaves)
+
+
+def _filled(tree: Any, leaves: Sequence[Any]) -> Any:
+    """`tree` with other leaves."""
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _drawn(
+    init: Callable[[], Any],
+    names: Sequence[str],
+    places: Mapping[str, Any],
+    mesh: Mesh | None,
+) -> dict[str, jax.Array]:
+    """Parameters as `init` makes them."""
+    if not names:
+        return {}
+    draw = jax.jit(
+        lambda: [parameters_of(init())[name] for name in names],
+        out_shardings=[places[name] for name in names],
+    )
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        return dict(zip(names, draw(), strict=True))
+
+
+class _Layout(NamedTuple):
+    """A parameter and where it is in the file."""
+
+    entry: TensorMap
+    shape: tuple[int, ...]
+    in_files: tuple[int, ...]
+    columns: np.ndarray
+    place: Place
+    dtype: np.dtype
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        entry: TensorMap,
+        name: str,
+        shapes: dict[str, tuple[int, ...]],
+        in_files: dict[str, tuple[int, ...]],
+        places: Mapping[str, Place],
+        param_dtype: DTypeLike | None,
+    ) -> "_Layout":
+        """That of one parameter of a model."""
+        dtype = _dtype_of(checkpoint, _names(entry, shapes), param_dtype)
+        columns = columns_of(entry, name, in_files)
+        return cls(entry, shapes[name], in_files[name], columns, places[name], dtype)
+
+    def axes(self, layer: int | None) -> tuple[int, ...]:
+        """The dimensions of the parameter, or of one block of it, in a file's order."""
+        rank, first = len(self.shape), int(self.entry.stacked)
+        if layer is not None:
+            rank, first = rank - 1, 0
+        if not self.entry.transpose:
+            return tuple(range(rank))
+        return *range(first), *range(rank - 1, first - 1, -1)
+
+    def wanted(self, checkpoint: Checkpoint, layer: int | None = None) -> Wanted:
+        """The parameter, or one block of it, as the file has it."""
+        shape, limits, place = self.shape, self.in_files, self.place
+        tensors = [self.entry.tensor(layer)]
+        if layer is not None:
+            shape, limits, place = shape[1:], limits[1:], _of_one_block(place)
+        elif self.entry.stacked:
+            tensors = [self.entry.tensor(i) for i in range(shape[0])]
+        axes = self.axes(layer)
+        if isinstance(place, NamedSharding):
+            spec = (*place.spec, *[None] * (len(axes) - len(place.spec)))
+            place = NamedSharding(place.mesh, PartitionSpec(*(spec[i] for i in axes)))
+        types = {checkpoint.dtype(tensor) for tensor in tensors}
+        return Wanted(
+            entry=self.entry,
+            layer=layer,
+            shape=tuple(shape[i] for i in axes),
+            limits=tuple(limits[i] for i in axes),
+            columns=self.columns,
+            dtype=self.dtype if len(types) > 1 else types.pop(),
+            place=place,
+        )
+
+    def conversion(self, layer: int | None = None) -> "_Conversion":
+        """What makes it of what is in the file."""
+        return self.axes(layer), self.dtype
+
+    def converted(self, array: jax.Array) -> jax.Array:
+        """The whole parameter, of what is in the file."""
+        axes, dtype = self.conversion()
+        if axes == tuple(range(array.ndim)) and dtype == array.dtype:
+            return array
+        convert = _converter((self.conversion(),))
+        return jax.jit(convert, out_shardings=self.place)(array)
+
+
+type _Conversion = tuple[tuple[int, ...], np.dtype]
+"""The dimensions of a parameter in a file's order, which is its own inverse, and the
+type of the parameter."""
+
+
+@functools.cache  # the same function each time: it is compiled once for what is alike
+def _converter(conversions: tuple[_Conversion, ...]) -> Converter:
+    def convert[M](module: M) -> M:
+        leaves, tree = jax.tree.flatten(module)
+        pairs = zip(leaves, conversions, strict=True)
+        made = [x.transpose(axes).astype(dtype) for x, (axes, dtype) in pairs]
+        return jax.tree.unflatten(tree, made)
+
+    return convert
+
+
+def _of_one_block(place: Place) -> Place:
     """The shard layout of a parameter of one block of a stack."""
     if isinstance(place, SingleDeviceSharding):
         return place
@@ -236,8 +339,8 @@ def _check_tied(checkpoint: Checkpoint, source: str, copy: str) -> None:
     equal = checkpoint.shape(copy) == shape
     rows = 4096
     for start in range(0, shape[0] if equal else 0, rows):
-        index = (slice(start, min(start + rows, shape[0])), *map(slice, shape[1:]))
-        ours, theirs = (checkpoint.read(name, index) for name in (source, copy))
+        part = slice(start, start + rows)
+        ours, theirs = (checkpoint.view(name)[part] for name in (source, copy))
         equal = equal and np.array_equal(ours, theirs)
     if not equal:
         raise ValueError(
@@ -261,110 +364,6 @@ def _file_shape(
     parts = [shapes[name][1 if entry.stacked else 0 :] for name in entry.parameters]
     shape = (*parts[0][:-1], sum(part[-1] for part in parts))
     return shape[::-1] if entry.transpose else shape
-
-
-# ------------------------------------------------------------------------------------
-# Reading
-
-
-def _read_parameter(
-    checkpoint: Checkpoint,
-    shapes: dict[str, tuple[int, ...]],
-    in_files: dict[str, tuple[int, ...]],
-    param_dtype: DTypeLike | None,
-    entry: TensorMap,
-    name: str,
-    sharding: NamedSharding | SingleDeviceSharding,
-    layer: int | None = None,
-) -> jax.Array:
-    """One parameter, or its part of one layer; each device gets only its shard."""
-    shape = shapes[name] if layer is None else shapes[name][1:]
-    dtype = _dtype_of(checkpoint, _names(entry, shapes), param_dtype)
-    columns = columns_of(entry, name, in_files)
-    limits = in_files[name] if layer is None else in_files[name][1:]
-
-    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        # The index is None only for devices of other processes, which are left out.
-        parts = zip(index or (), shape, strict=True)
-        bounds = tuple(part.indices(size)[:2] for part, size in parts)
-        devices.setdefault(bounds, []).append(device)
-    arrays = []
-    for bounds, copies in devices.items():
-        sizes = [stop - start for start, stop in bounds]
-        bounds = _within(bounds, limits)
-        if layer is not None:
-            bounds = ((layer, layer + 1), *bounds)
-        shard = _read_shard(checkpoint, entry, bounds, columns, dtype)
-        shard = _padded(shard if layer is None else shard[0], sizes)
-        arrays += [jax.device_put(shard, device) for device in copies]
-        # While this one goes to its devices the next is read; those before are gone.
-        jax.block_until_ready(arrays[: -len(copies)])
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-
-
-def _within(
-    bounds: tuple[tuple[int, int], ...], limits: tuple[int, ...]
-) -> tuple[tuple[int, int], ...]:
-    """The part of a slice that is in the file."""
-    return tuple(
-        (min(start, limit), min(stop, limit))
-        for (start, stop), limit in zip(bounds, limits, strict=True)
-    )
-
-
-def _padded(shard: np.ndarray, sizes: list[int]) -> np.ndarray:
-    """`shard` padded with zeros after the part that is in the file."""
-    if shard.shape == tuple(sizes):
-        return shard
-    return np.pad(shard, [(0, n - m) for n, m in zip(sizes, shard.shape, strict=True)])
-
-
-def _read_shard(
-    checkpoint: Checkpoint,
-    entry: TensorMap,
-    bounds: tuple[tuple[int, int], ...],
-    columns: np.ndarray,
-    dtype: np.dtype,
-) -> np.ndarray:
-    """A slice of a parameter; `bounds` are its start and end in each dimension."""
-    columns = columns[slice(*bounds[-1])]
-    shard = np.empty([stop - start for start, stop in bounds], dtype)
-    if not shard.size:
-        return shard
-    low, high = columns[0], columns[-1] + 1
-    inner = [slice(*b) for b in (bounds[1:] if entry.stacked else bounds)]
-    inner[-1] = slice(int(low), int(high))
-    first, *others = inner[::-1] if entry.transpose else inner
-    apart = len(columns) < high - low  # those of other parameters lie between
-    axis = 0 if entry.transpose else len(inner) - 1
-
-    def fill(target: np.ndarray, layer: int | None, start: int, stop: int) -> None:
-        index = slice(first.start + start, first.start + stop), *others
-        tensor = checkpoint.read(entry.tensor(layer), index)
-        if apart:
-            tensor = np.take(tensor, columns - low, axis)
-        _assign(target, tensor, entry.transpose)
-
-    layers = range(*bounds[0]) if entry.stacked else (None,)
-    length = first.stop - first.start
-    rows = length
-    if not (apart and axis == 0):
-        rows = max(_PIECE * length * len(layers) // shard.nbytes, 1)
-    pieces = []
-    for i, layer in enumerate(layers):
-        whole = shard[i] if entry.stacked else shard
-        for start in range(0, length, rows):
-            stop = min(start + rows, length)
-            target = whole
-            if rows < length:
-                part = slice(start, stop)
-                target = whole[..., part] if entry.transpose else whole[part]
-            pieces.append((target, layer, start, stop))
-    # Several at a time: files are read and transposed without Python's lock.
-    with ThreadPoolExecutor(_READERS) as pool:
-        list(pool.map(fill, *zip(*pieces, strict=True)))
-    return shard
 
 
 def columns_of(

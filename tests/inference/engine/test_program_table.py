@@ -142,6 +142,38 @@ def test_what_is_waited_for_is_compiled_by_itself():
     assert set(compiled[:2]) == {"a", "b"} and set(compiled[2:]) == {"c", "d"}
 
 
+def test_what_is_behind_is_traced_once_the_weights_are_there():
+    """Reading them needs Python's lock too."""
+    made, begun, traced = table(), threading.Event(), []
+
+    class Weights(threading.Event):
+        def wait(self, timeout=None):
+            begun.set()
+            return super().wait(timeout)
+
+    class Noted(Jitted):
+        def __init__(self, key):
+            super().__init__(begun)
+            self.key = key
+
+        def trace(self):
+            traced.append((self.key, weights.is_set()))
+            if self.key == "b":
+                begun.set()
+            return self
+
+    weights = Weights()
+    a, b = ((((key,), Noted(key), ()),) for key in "ab")
+    options = {"scope": contextlib.nullcontext, "cache": None, "placement": ""}
+    made.compile(a, b, progress=None, weights=weights, **options)
+    assert traced == [("a", False)] and not made.whole
+    weights.set()
+    end = time.monotonic() + 120
+    while not made.whole and time.monotonic() < end:
+        time.sleep(0.01)
+    assert traced == [("a", False), ("b", True)]
+
+
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
 def test_nothing_is_compiled_behind_what_fails(error):
     made, now, begun = table(), threading.Event(), []
