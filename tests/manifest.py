@@ -636,7 +636,8 @@ def digest(op: str) -> str:
 
 def is_written(op: str, manifest: Mapping[str, Any]) -> bool:
     """Whether the code of an op is the one that was compiled and written down."""
-    return manifest["jax"] == jax.__version__ and manifest["code"][op] == digest(op)
+    code = manifest["code"].get(op)
+    return manifest["jax"] == jax.__version__ and code == digest(op)
 
 
 # --- The file -------------------------------------------------------------------------
