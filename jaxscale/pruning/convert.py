@@ -415,7 +415,7 @@ def _parts(
         parts = (
             _in_order(parts, config)
             if fours is None
-            else _fours_in_order(parts, config.tile)
+            else _columns_in_order(parts, config.tile)
         )
     return split, parts
 
@@ -478,7 +478,7 @@ def _in_fours(
     return found
 
 
-def _fours_in_order(parts: list[_Part], tile: int) -> list[_Part]:
+def _columns_in_order(parts: list[_Part], tile: int) -> list[_Part]:
     """The parts with all columns in order, if all tiles allow it."""
     found = []
     for part in parts:
