@@ -31,6 +31,9 @@ TESTS = {
     "dense": "matmul/test_dense_gpu.py::test_gradients",
     "quantized_matmul": "quantized_matmul/test_gpu.py::test_every_number_is_exact",
     "decode_layer": "decode_layer/test_gpu.py::test_tiny_layers[changes1]",
+    "encode_layer": (
+        "encode_layer/test_gpu.py::test_values_repeat_and_are_right[8-False]"
+    ),
     "scaled_matmul": "scaled_matmul/test_gpu.py::test_sums_are_promoted",
     "paged_attention": "paged_attention/test_gpu.py::test_tokens_without_a_page",
     "tile_sparse_matmul": "tile_sparse_matmul/test_gpu.py::test_gradients_of_a_layer",

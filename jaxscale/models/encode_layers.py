@@ -27,9 +27,9 @@ from jaxscale.nn.stacked import stacks_of
 from pallas_kernels.encode_layer import EncodeLayerWeights, encode_layer
 
 
-IMPLEMENTATION: str | None = "dense"
-"""Of `pallas_kernels.encode_layer`. None is one launch for few tokens; it runs on an
-H200, where neither its values nor its time have been compared yet."""
+IMPLEMENTATION: str | tuple[str, ...] = "dense"
+"""Of `pallas_kernels.encode_layer`. ``("mosaic_gpu", "dense")`` is one launch for few
+tokens; it runs on an H200, where its values and its time have not been compared yet."""
 
 
 def runs(blocks: Any) -> bool:

@@ -98,9 +98,6 @@ _OF_FEATURES = _WGMMA.reduce(1)
 _LOADS = 8
 """Parts of sums that a warpgroup reads at a time."""
 
-_WIDENED = 128
-"""Input features whose weights are widened at a time: more take too many registers."""
-
 _REGISTERS = 72, 184
 """Of a copying and of a multiplying thread where weights are widened."""
 
@@ -408,14 +405,11 @@ class _Block:
         load, widen = load_pairs, widen_pairs
         if self.in_pairs(stage.source):
             load, widen = load_words, widen_words
-        tile_k = self.schedule.tile_k
-        for first in range(0, tile_k, _WIDENED):
-            columns = pl.ds(first, min(_WIDENED, tile_k))
-            tokens = activations.at[:, columns].transpose((1, 0))
-            # All at once: none is asked for when the first is multiplied.
-            loaded = [load(weight.at[:, columns]) for weight in weights]
-            for acc, values in zip(accs, loaded, strict=True):
-                plgpu.wgmma(acc, widen(values), tokens)
+        tokens = activations.transpose((1, 0))
+        # All at once: none is asked for when the first is multiplied.
+        loaded = [load(weight) for weight in weights]
+        for acc, values in zip(accs, loaded, strict=True):
+            plgpu.wgmma(acc, widen(values), tokens)
 
     def part(self, stage: Stage, unit: Scalar, part: Scalar) -> Ref:
         """Where a part of the sums of a shared unit lies, [2,M/8,64,8].
@@ -703,7 +697,7 @@ def _scratch_types(schedule: Schedule) -> dict[str, Any]:
     rows, tile_k = schedule.problem.rows, schedule.tile_k
     narrow, weight_dtype = schedule.problem.narrow, schedule.problem.weight_dtype
     transforms = smem_transforms(GROUP, jnp.bfloat16)
-    line = min(tile_k, 128) if narrow else GROUP
+    line = tile_k if narrow else GROUP
     weights, activations = schedule.weight_slots, schedule.activation_slots
     return {
         "weights": plgpu.SMEM(

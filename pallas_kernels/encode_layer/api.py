@@ -60,9 +60,10 @@ def encode_layer(
     ``y = norm(activation(x @ up) @ down + x)``;
     queries, keys and values of the next layer are projections of y. All have biases.
 
-    On Hopper GPUs few tokens take one launch, whose blocks wait for each other and read
-    the weights of a matmul while they compute the one before. More tokens take the four
-    of `pallas_kernels.matmul.dense`. Not differentiable.
+    "dense" is four launches of `pallas_kernels.matmul.dense`. On Hopper GPUs few tokens
+    can take one, "mosaic_gpu", whose blocks wait for each other and read the weights of
+    a matmul while they compute the one before; its values are checked in the
+    interpreter, not yet on a GPU, so it has to be asked for. Not differentiable.
 
     Args:
         attended: ``[*B,M,A]``, the output of attention; leading axes are merged with M.
@@ -76,14 +77,15 @@ def encode_layer(
         eps: added to the variances of both norms.
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, a multiple of 8
             tokens up to 1,024, D a multiple of 128 from 256 to 1,024, other features
-            multiples of 64; one device), "dense", a sequence of these, or None for the
-            first that can.
+            multiples of 64; one device), "dense", a sequence of these, or None for
+            "dense".
 
     Returns:
         ``(y, heads)``: ``[*B,M,D]``, and ``[*B,M,C]`` for each of the `heads`.
 
     Raises:
-        ValueError: shapes or types disagree, or the activation is unknown.
+        ValueError: shapes or types disagree, the activation is unknown, or eps is
+            negative or not finite.
         Unsupported: the implementation named cannot serve the arguments here.
         ExceptionGroup: none of several implementations can.
         NotImplementedError: the call is differentiated.
@@ -101,12 +103,12 @@ def encode_layer(
             f"{len(heads)} heads and following {following}, expected none and None, or"
             f" {_HEADS} and their layer"
         )
-    _check(operands)
+    _check(operands, layer, following, eps)
     call = _Call(activation, eps, DeviceSpec.current())
     message = "encode_layer has no derivatives: it is for inference"
     return dispatch(
         "encode_layer",
-        {"mosaic_gpu": _mosaic_gpu, "dense": _dense},
+        {"dense": _dense, "mosaic_gpu": _mosaic_gpu},
         implementation,
         no_derivative(operands, message),
         layer,
@@ -125,7 +127,17 @@ class _Call:
     device: DeviceSpec | None
 
 
-def _check(operands: dict[str, Array]) -> None:
+def _check(
+    operands: dict[str, Array], layer: Array, following: Array | None, eps: float
+) -> None:
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps {eps}, expected zero or a positive finite number")
+    for name, number in (("layer", layer), ("following", following)):
+        if number is not None and (number.shape, number.dtype) != ((), jnp.int32):
+            raise ValueError(
+                f"{name} has shape {number.shape} and type {number.dtype}, expected one"
+                " int32"
+            )
     attended, out, up = (operands[name] for name in ("attended", "out", "up"))
     lead, (a, d), f = attended.shape[:-1], out.shape[-2:], up.shape[-1]
     layers = out.shape[:1]
@@ -152,7 +164,9 @@ def _check(operands: dict[str, Array]) -> None:
                 f"{name} has shape {array.shape}, expected {shape} for attended of"
                 f" shape {attended.shape}, out of {out.shape} and up of {up.shape}"
             )
-        if name in want and array.dtype != attended.dtype:
+        if name in norms:
+            check_floating(**{name: array.dtype})
+        elif array.dtype != attended.dtype:
             raise ValueError(
                 f"{name} has type {array.dtype} and attended {attended.dtype}, expected"
                 " one type; cast them"
@@ -223,7 +237,9 @@ def _dense(
             norm=norm,
         )
 
-    (x,) = one(operands["attended"], "out", behind=operands["residual"])
+    # Without the barriers XLA would compute the norms twice, where they are its own.
+    barrier = jax.lax.optimization_barrier
+    x = barrier(one(operands["attended"], "out", behind=operands["residual"])[0])
     (hidden,) = one(x, "up")
-    (y,) = one(hidden, "down", behind=x)
+    y = barrier(one(hidden, "down", behind=x)[0])
     return y, one(y, *_HEADS) if "query" in operands else ()

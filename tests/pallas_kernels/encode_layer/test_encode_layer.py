@@ -129,6 +129,16 @@ def test_mistakes():
         run((attended, residual.astype(jnp.float32), weights, heads), None)
     with pytest.raises(ValueError, match="3 heads and following None"):
         run(arrays, None, following=None)
+    for eps in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="eps"):
+            run(arrays, None, eps=eps)
+    scale = weights.out_scale.astype(jnp.int32)
+    with pytest.raises(ValueError, match="out_scale has type int32"):
+        run((attended, residual, weights._replace(out_scale=scale), heads), None)
+    with pytest.raises(ValueError, match="layer has shape"):
+        run(arrays, None, layer=jnp.float32(1))
+    with pytest.raises(ValueError, match="following has shape"):
+        run(arrays, None, following=jnp.zeros(2, jnp.int32))
     with pytest.raises(NotImplementedError, match="no derivatives"):
         jax.grad(lambda x: run((x, *arrays[1:]), None)[0].sum().astype(float))(attended)
 
