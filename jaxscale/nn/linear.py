@@ -23,7 +23,7 @@ from jaxscale.sharding.fp8 import Fp8, Norm, RoundedWeight, Weight, check_fp8
 from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.parameters import logical_axes, partitioned
 from jaxscale.sharding.rounded_weights import rounded_weight
-from jaxscale.sharding.rules import REPLICATED, AxisRules, as_tuple, check_axes
+from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
 from jaxscale.sharding.shards import Shards, per_shard
 from jaxscale.sharding.tensor_parallel import (
     TensorParallel,
@@ -399,8 +399,7 @@ def project_together(
         )
     first.check_input(x, ndim=3)
     x = x.astype(first.dtype)
-    groups: list[Any] = [layers]
-    inputs: Any = [x]
+    groups, inputs = [layers], [x]
     has_bias = all(layer.bias is not None for layer in layers)
     in_fp8 = first.quantization is not None
     adapted = any(layer.low_rank is not None for layer in layers)
@@ -418,8 +417,6 @@ def project_together(
         x = constrain(x, ("batch", None, "act_embed"), first.rules)
         groups = [[layer] for layer in layers]
         inputs = jax.lax.optimization_barrier([x] * len(layers))
-    elif not in_fp8 and _outweighs(layers, x):
-        groups, inputs = [[layer] for layer in layers], _apart(x, len(layers))
     outs = [
         out
         for group, x in zip(groups, inputs, strict=True)
@@ -438,42 +435,6 @@ def project_together(
         activate(layer.add_bias(layer.adapt(out, x)), activation)
         for layer, out, activation in zip(layers, outs, activations, strict=True)
     )
-
-
-_FULL = 4096
-"""Tokens of a device from which on a matmul of 1,024 features fills a GPU."""
-
-
-def _outweighs(layers: Sequence[Any], x: Array) -> bool:
-    """Whether matmuls are better off alone than joined, for each device's tokens.
-
-    XLA joins them where the results of one are small: it copies the weights into one
-    array, and the results and their gradients out of one and into one. Where axes split
-    other things than tokens, they share a gather instead.
-    """
-    first, mesh = layers[0], jax.sharding.get_abstract_mesh()
-    split = {name for name, size in mesh.shape.items() if size > 1}
-    rows = as_tuple(first.rules.batch)
-    tokens = x.size // x.shape[-1] // max(1, mesh.size)
-    alone = first.tensor_parallel is None and split <= {*rows}
-    return alone and len(layers) > 1 and tokens >= _FULL
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _apart(x: Array, count: int) -> list[Array]:
-    """`x`, `count` times, which XLA takes for different arrays; gradients are added."""
-    return jax.lax.optimization_barrier([x] * count)
-
-
-def _apart_forward(x: Array, count: int) -> tuple[list[Array], None]:
-    return _apart(x, count), None
-
-
-def _apart_backward(_: int, __: None, gs: list[Array]) -> tuple[Array]:
-    return (functools.reduce(operator.add, gs),)
-
-
-_apart.defvjp(_apart_forward, _apart_backward)
 
 
 def _project_in_place(

@@ -206,26 +206,6 @@ def test_projections_with_and_without_bias():
             np.testing.assert_allclose(out, np.maximum(y, 0), atol=1e-6)
 
 
-@pytest.mark.parametrize("tokens", [2047, 2048])
-def test_layers_of_many_tokens_have_inputs_that_xla_takes_for_others(tokens):
-    """Two rows of 2,048 tokens are enough; values and gradients are the same."""
-    options = {"kernel_axes": (None, None), "out_axes": ("batch", None, None)}
-    layers = [
-        ColumnParallelLinear(4, size, rngs=nnx.Rngs(size), **options) for size in (8, 2)
-    ]
-    x = jax.random.normal(jax.random.key(2), (2, tokens, 4))
-
-    def loss(layers, x, project):
-        return sum(jnp.sum(jnp.sin(out)) for out in project(layers, x))
-
-    both = jax.value_and_grad(loss, argnums=(0, 1))
-    found = both(layers, x, project_together)
-    want = both(layers, x, lambda layers, x: [layer(x) for layer in layers])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, want)
-    program = jax.make_jaxpr(project_together)(layers, x)
-    assert ("optimization_barrier" in str(program)) == (tokens == 2048)
-
-
 def test_linear_computes_in_its_type_and_keeps_that_of_its_parameters():
     layer = linear(True, dtype=jnp.bfloat16)
     assert layer.kernel[...].dtype == jnp.float32
