@@ -149,7 +149,8 @@ def check_workspace(workspace: GatherWorkspace, plan: "Plan") -> None:
     if found < (need := ARRIVED + plan.arrivals):
         raise ValueError(
             f"workspace has {found} counters, expected {need} for {layout.batch} x"
-            f" {layout.rows} rows of a device with {layout.config}; make it for as many"
+            f" {layout.rows} rows of a device with {layout.config};"
+            " make it for as many, or give a config with tile_m of 128 or more"
         )
     # Only blocks that run turn to the next set: the same ones must in all calls.
     if (blocks := workspace.turns.shape[1]) != layout.num_blocks:

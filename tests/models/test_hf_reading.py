@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
+from safetensors.numpy import save_file
 
 from jaxscale.models import Decoder, load, preset, save
 from jaxscale.models.hf import reading, tensors
@@ -193,3 +194,39 @@ def test_a_reader_that_fails_ends_the_load(directory, monkeypatch, small):
     monkeypatch.setattr(Checkpoint, "read", read)
     with pytest.raises(OSError, match="no model"):
         load(directory)
+
+
+def test_an_error_of_the_system_names_the_file(directory, monkeypatch):
+    def preadv(descriptor, buffers, at):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(OSError, match=r"Input/output error.*model\.safetensors"):
+        load(directory)
+
+
+def test_without_the_call_of_the_system_and_of_a_scalar(tmp_path, monkeypatch):
+    arrays = {"a": np.array(3.5, np.float32), "b": np.arange(6.0, dtype=np.float32)}
+    save_file(arrays, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = Checkpoint(tmp_path)
+    for name in (*arrays, *arrays):
+        target = np.full(arrays[name].shape, np.nan, np.float32)
+        checkpoint.read(name, (), target)
+        np.testing.assert_array_equal(target, arrays[name])
+        if name == "b":
+            monkeypatch.delattr(os, "preadv", raising=False)
+
+
+def test_the_largest_stack_is_read_first(directory, monkeypatch):
+    """It is beside what it is made of, when little else is on the device."""
+    sizes = []
+
+    def read(checkpoint, wanted):
+        sizes.extend(int(np.prod(each.shape)) for each in wanted)
+        return found(checkpoint, wanted)
+
+    found = tensors.read_arrays
+    monkeypatch.setattr(tensors, "read_arrays", read)
+    load(directory)
+    assert len(set(sizes)) > 3 and sizes == sorted(sizes, reverse=True)

@@ -116,10 +116,10 @@ class Checkpoint:
         Raises:
             ValueError: the file ends before the slice does.
         """
-        part = self.view(name)[index]
-        if not (part.flags.c_contiguous and target.flags.c_contiguous) or (
-            part.dtype != target.dtype
-        ):
+        part = self.view(name)[(*index, ...)]
+        contiguous = part.flags.c_contiguous and target.flags.c_contiguous
+        # Not all platforms have the call.
+        if not (contiguous and part.dtype == target.dtype and hasattr(os, "preadv")):
             target[...] = part
             return
         file = self._files[name]
@@ -127,7 +127,10 @@ class Checkpoint:
         at = _address(part) - _address(opened.content)
         left = memoryview(target.reshape(-1).view(np.uint8))
         while left:
-            count = os.preadv(opened.descriptor, [left], at)
+            try:
+                count = os.preadv(opened.descriptor, [left], at)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(file)) from error
             if not count:
                 raise ValueError(f"{file} has become shorter while it was read")
             left, at = left[count:], at + count
@@ -189,12 +192,14 @@ class Checkpoint:
                     f"{file} is not a complete safetensors file ({error}); download it "
                     "again"
                 ) from error
-            content = np.memmap(file, np.uint8, "r").view(np.ndarray)
+            # One file, also if its name is given to another one meanwhile.
+            descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            weakref.finalize(self, os.close, descriptor)
+            with os.fdopen(descriptor, "rb", closefd=False) as opened:
+                content = np.memmap(opened, np.uint8, "r").view(np.ndarray)
             start = 8 + int.from_bytes(content[:8], "little")
             tensors = json.loads(content[8:start].tobytes())
             tensors.pop("__metadata__", None)
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, descriptor)
             self._open[file] = _OpenFile(descriptor, content, tensors, start)
         return self._open[file]
 

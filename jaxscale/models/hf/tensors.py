@@ -8,6 +8,7 @@ of shapes: L layers, D model, V vocabulary.
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -96,6 +97,8 @@ def read_model[M](
     values = _drawn(init, [n for n in shapes if n not in layouts], places, mesh)
     apart = [n for n in shapes if each_block and n.startswith("blocks.")]
     single = [name for name in layouts if name not in apart]
+    # The largest is beside what it is made of when little else is there.
+    single.sort(key=lambda name: -math.prod(shapes[name]))
     numbers = range(shapes[apart[0]][0] if apart else 0)
     wanted = [layouts[name].wanted(checkpoint) for name in single]
     wanted += [layouts[name].wanted(checkpoint, i) for i in numbers for name in apart]
@@ -103,9 +106,8 @@ def read_model[M](
     with contextlib.closing(read_arrays(checkpoint, wanted)) as arrays:
         before: Any = ()
         for name in single:
-            values[name] = layouts[name].converted(next(arrays))
             jax.block_until_ready(before)  # what it was made of is gone
-            before = values[name]
+            values[name] = before = layouts[name].converted(next(arrays))
         if each_block is not None:
             one = jax.eval_shape(lambda m: single_block(m.blocks, 0), described)
             convert = _converter(tuple(layouts[name].conversion(0) for name in apart))
