@@ -85,7 +85,7 @@ def runs(
     if state.workspace is not None or not _are_plain(blocks, variants):
         return False
     out = blocks[0].attention.out
-    if isinstance(out, QuantizedLinear) and out.rounds(len(x)):
+    if isinstance(out, QuantizedLinear) and len(x) >= out.rounds_from:
         return False  # it rounds activations, too
     if implementation != "mosaic_gpu":
         return True

@@ -41,7 +41,6 @@ from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.tensor_parallel import TensorParallel, feed_forward
-from pallas_kernels.matmul import ResidualNorm
 from pallas_kernels.matmul.activations import activate
 
 
@@ -375,8 +374,8 @@ def norm_of_sum(
     ):
         if norm.dtype == layer.dtype:
             shift = None if norm.bias is None else norm.bias[...]
-            behind = ResidualNorm(residual, norm.scale[...], shift, norm.eps)
-            if (out := layer.in_place(h, behind)) is not None:
+            behind = residual, norm.scale[...], shift, norm.eps
+            if (out := layer.in_place(h, *behind)) is not None:
                 return out
         product, bias = layer.apart(h)
         return norm.of_sum(product, residual, bias)

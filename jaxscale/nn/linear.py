@@ -354,7 +354,12 @@ class RowParallelLinear(_TensorParallelLinear):
         return self.adapt(_sum_of_products([self], [x]), x), bias
 
     def in_place(
-        self, x: Float[Array, "B T in"], norm: ResidualNorm
+        self,
+        x: Float[Array, "B T in"],
+        residual: Float[Array, "B T out"],
+        scale: Float[Array, "out"],
+        bias: Float[Array, "out"] | None,
+        eps: float,
     ) -> Float[Array, "B T out"] | None:
         """The projection, a residual and a norm; None if no stack has the parameters.
 
@@ -364,10 +369,10 @@ class RowParallelLinear(_TensorParallelLinear):
         if parts is None or self.low_rank is not None:
             return None
         self.check_input(x, ndim=3)
-        kernel, bias = parts
+        kernel, own_bias = parts
         layer = jnp.asarray(kernel.layer)
-        x = x.astype(self.dtype)
-        return dense(x, [kernel.stack], [bias.stack], layer=layer, norm=norm)[0]
+        x, norm = x.astype(self.dtype), ResidualNorm(residual, scale, bias, eps)
+        return dense(x, [kernel.stack], [own_bias.stack], layer=layer, norm=norm)[0]
 
 
 def project_together(

@@ -220,15 +220,16 @@ class QuantizedLinear(Parts, nnx.Module):
             out = out + constrain(bias, self.out_axes[-1:], self.rules)
         return activate(out, activation)
 
-    def rounds(self, tokens: int) -> bool:
-        """Whether the activations of so many tokens are rounded to fp8."""
-        return self.rounds_activations and tokens >= FP8_ACTIVATION_ROWS
+    @property
+    def rounds_from(self) -> float:
+        """Tokens from which on activations are rounded to fp8; infinity if never."""
+        return FP8_ACTIVATION_ROWS if self.rounds_activations else math.inf
 
     def _product(
         self, x: Float[Array, "B T in"], kernel: Array, scale: Array
     ) -> Float[Array, "B T out"]:
         """The product of what one device holds."""
-        if not self.rounds(math.prod(x.shape[:-1])):
+        if math.prod(x.shape[:-1]) < self.rounds_from:
             return quantized_matmul(x, kernel, scale, out_dtype=self.out_dtype)
         # One pass over the activations; XLA would take one for the scales, another one.
         rows = quantize_rows(x.reshape(-1, x.shape[-1]), kernel.dtype)

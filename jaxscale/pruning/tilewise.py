@@ -438,7 +438,7 @@ def _search_gain(
     """
     height = len(matrix.scores) // matrix.row_shards
     gain = size = 0.0
-    for tile in tiles[:: -(-len(tiles) // _SAMPLED)]:
+    for tile in tiles[:: max(1, -(-len(tiles) // _SAMPLED))]:
         for shard in range(matrix.row_shards):
             mine = matrix.scores[np.ix_(order[order // height == shard], tile)]
             found = mine[best_fours(mine)]

@@ -492,7 +492,7 @@ def test_errors_of_the_call(no_shape_hook):
     cu = np.array([0, 9])
     bias = RelativeBias(query_terms=jnp.zeros((9, 2, 10)), buckets=LINEAR)
     with pytest.raises(ValueError, match=r"got cu_seqlens_k; leave it None"):
-        varlen_attention(X, X, X, cu, cu, relative_bias=bias)
+        varlen_attention(X, X, X, cu, cu.copy(), relative_bias=bias)
     with pytest.raises(TypeError, match=r"must be a RelativeBias, got .*Array"):
         varlen_attention(X, X, X, cu, relative_bias=X)
     bias = RelativeBias(query_terms=jnp.zeros((9, 2, 10)), buckets=5)
