@@ -365,8 +365,9 @@ class RowParallelLinear(_TensorParallelLinear):
 
         Those are of a model for inference on one device.
         """
-        parts = stacks_of([self.kernel, self.bias], self.dtype)
-        if parts is None or self.low_rank is not None:
+        if self.low_rank is not None:
+            return None
+        if (parts := stacks_of([self.kernel, self.bias], self.dtype)) is None:
             return None
         self.check_input(x, ndim=3)
         kernel, own_bias = parts

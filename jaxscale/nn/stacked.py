@@ -60,7 +60,7 @@ class LayerOfStack:
 
 
 def stacks_of(
-    parameters: Sequence[nnx.Param | None], dtype: DTypeLike
+    parameters: Sequence[nnx.Variable | None], dtype: DTypeLike
 ) -> list[LayerOfStack] | None:
     """What `parameters` hold, if all are parts of stacks of this type."""
     values = [None if p is None else p.get_raw_value() for p in parameters]
