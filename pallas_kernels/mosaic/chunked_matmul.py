@@ -4,13 +4,16 @@
 right operand, and read the left one again for each.
 """
 
+import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import mma_utils, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels.mosaic.aliases import Ref
@@ -19,13 +22,19 @@ from pallas_kernels.mosaic.copies import smem_transforms
 
 _LAYOUT = plgpu.Layout.WGMMA
 
+_DEPTH = 16
+"""Length of the sum of an instruction, with 16-bit operands."""
+
+# The package has a function of that name.
+_wgmma: Any = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
+
 
 def add_values(acc: Ref, weights: tuple[jax.Array, ...], values: Ref) -> None:
     """Starts ``acc += weights @ values``.
 
     Args:
         acc: accumulator, fp32 [64, columns].
-        weights: 16 bits, [64, keys], in parts side by side.
+        weights: 16 bits, [64, keys], in parts side by side; a multiple of 16 keys.
         values: [chunks, keys, width] of shared memory, as `copies.chunked`.
     """
 
@@ -102,7 +111,55 @@ def _accumulator(sums: Any) -> Any:
 def _multiply(sums: Any, left: Any, right: Any) -> Any:
     width = max(right.type.shape[2:])  # a swizzled line
     swizzle = width * mgpu.bytewidth(right.type.element_type)
-    return mgpu.wgmma(sums, left, right, swizzle=swizzle)
+    rows = right.type.shape[0] * right.type.shape[2]
+    rest = rows % width
+    if not rest:
+        return mgpu.wgmma(sums, left, right, swizzle=swizzle)
+    whole = rows - rest
+    tiles = whole // right.type.shape[2]
+    first = mgpu.memref_slice(right, slice(0, tiles))
+    last = mgpu.memref_slice(right, slice(tiles, right.type.shape[0]))
+    sums = mgpu.wgmma(sums, left[:, :whole], first, swizzle=swizzle)
+    return _multiply_rest(sums, left[:, whole:], last, swizzle)
+
+
+def _multiply_rest(sums: Any, left: Any, right: Any, swizzle: int) -> Any:
+    """`mgpu.wgmma` for sums of any number of instructions, which takes lines alone.
+
+    Args:
+        sums: the accumulator.
+        left: [64, k] in registers.
+        right: [k, n] as tiles of 8 rows of a swizzled line.
+        swizzle: bytes of the line.
+    """
+    (k, n), element = mma_utils.tiled_memref_shape(right)
+    describe: Any = mma_utils.create_descriptor
+    (start, (_, (stride, *_))), _, fastest = describe(
+        right, swizzle=swizzle, group_size=(_DEPTH, n), logical_k_major=True
+    )
+    value = sums._value
+    registers, left = value.registers.copy(), _wgmma.wgmma_fence(left)
+    for i, column in enumerate(range(0, k, _DEPTH)):
+        offset = utils.c(i * stride >> 4, ir.IntegerType.get_signless(64))
+        registers[:1] = _wgmma.wgmma_m64(
+            registers[:1],
+            left[:, column : column + _DEPTH],
+            _wgmma._llvm_add(start, offset),
+            a_transpose=None,
+            b_transpose=fastest != mma_utils.Dim.K,
+            a_k_stride=None,
+            b_k_stride=stride,
+            n=n,
+            swizzle=_DEPTH * mgpu.bytewidth(element),  # one instruction
+            a_element_type=element,
+            b_element_type=element,
+        )
+    array = mgpu.FragmentedArray(
+        _registers=registers, _layout=value.layout, _is_signed=value.is_signed
+    )
+    return _wgmma.WGMMAAccumulator(
+        _value=array, _original_layout=sums._original_layout, _sync=False
+    )
 
 
 def _committed(sums: Any) -> Any:

@@ -48,7 +48,7 @@ up to 191 of them are not there in the last step."""
 _LONG = 768
 """Average length from which one block per query head pays off."""
 
-_BLOCKS_OF_KEYS = (64, 128, 192, 256)
+_BLOCKS_OF_KEYS = (64, 80, 128, 192, 256)
 
 HEAD_DIMS = (64, 128, 256)
 """Head dims that the kernels are built for; others are padded to the next."""
@@ -318,12 +318,14 @@ def forward_blocks(
         sequences) that larger tiles would be half empty, if all such tiles fit on the
         GPU at once, or if a window is narrow (`is_narrow`), and there are not so many
         sequences that blocks search long for theirs. Under a narrow window four query
-        heads that read the same keys share them. With head dims 128 and 256 half of
-        the columns of the queries are held in registers: all of them were 5% slower
-        with head dim 128, two of three 0.6% slower than none with 192 (trials), and
-        with 256 they do not fit. With 8-bit
+        heads that read the same keys share them. With head dim 128 half of the columns
+        of the queries are held in registers: all of them were 5% slower; with 192 two
+        chunks of three were 0.6% slower than none. With 256 steps have 80 keys, which
+        with their values fill shared memory; ALiBi's distances have no registers there
+        and pages are of other sizes, so these take 64 keys and turns. With 8-bit
         operands steps are half as long and take half of the room: more of them are
-        under way, or they have more keys where all steps but the last are whole.
+        under way, or they have more keys where all steps but the last are whole. All of
+        this by trials.
     """
     queries = math.ceil(problem.queries / problem.max_seqs)
     keys = math.ceil(problem.keys / problem.max_seqs)
@@ -340,11 +342,14 @@ def forward_blocks(
             return ForwardBlocks(consumers=4, heads=4, block_k=64, stages=4)
         if (short or narrow) and problem.max_seqs <= MOST_SHORT_SEQUENCES:
             return ForwardBlocks(consumers=1, block_k=64, overlap=False)
-        return ForwardBlocks(consumers=3 if queries > 512 and not alibi else 2)
+        long = queries > 512 or (queries == 512 and window == (None, None))
+        return ForwardBlocks(consumers=3 if long and not alibi else 2)
     if problem.head_dim in (96, 128, LATENT_DIMS[0]):
         latent = problem.head_dim == LATENT_DIMS[0]
         return ForwardBlocks(held=0 if alibi or latent else 1)
-    return ForwardBlocks(block_k=64, overlap=False, ping_pong=True, held=2)
+    if alibi or problem.page is not None:
+        return ForwardBlocks(block_k=64, overlap=False, ping_pong=True, held=2)
+    return ForwardBlocks(block_k=80)
 
 
 def is_narrow(window: tuple[int | None, int | None]) -> bool:

@@ -51,14 +51,15 @@ _FP8_SLACK, _FP8_OFFSET = 2.0, 6.0
 multiplied by, as a power of two: unlike other types it has few numbers below 1."""
 
 
-_JOINED = 128
-"""Columns of values that one instruction multiplies, where they are as many: half as
-many instructions as by chunks of 64. Took 2 to 3% less with head dim 128."""
+_JOINED = 128, 256
+"""Columns of values that one instruction multiplies, where they are as many: a half or
+a quarter as many instructions as by chunks of 64. Took 2 to 3% less with both."""
 
 _LATE = 32
 """Keys of a step whose weights are then computed only after the wait for the values of
 the step before, among the conversions of the others to 16 bits, which have to wait for
-them. Another 1% of a pass without a mask; 64 keys took as long as none."""
+them. Another 1% of a pass without a mask, 3% with head dim 256; 64 keys took as long
+as none."""
 
 
 def in_registers(ref: Ref, count: int) -> tuple[Any, ...]:
@@ -118,7 +119,7 @@ class ForwardMainloop:
         self.on_demand = blocks.consumers > 1
         self.values_behind, _, self.value_width = problem.value_tiles(blocks.block_k)
         fp8 = problem.fp8
-        self.joined = problem.value_size == _JOINED and not fp8
+        self.joined = problem.value_size in _JOINED and not fp8
         if self.joined:
             self.values_behind = 1
         self.late = _LATE if self.joined and blocks.overlap else 0

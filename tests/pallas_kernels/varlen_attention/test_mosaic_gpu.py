@@ -378,6 +378,7 @@ def test_gradients_of_saturated_weights_are_as_good_as_in_plain_jax(config):
         (ForwardBlocks(consumers=3, block_k=64), 64),
         (ForwardBlocks(overlap=False, ping_pong=True, block_k=64), 64),
         (ForwardBlocks(block_k=64), 256),
+        (ForwardBlocks(block_k=80), 256),
         (ForwardBlocks(consumers=1, block_k=64, overlap=False, held=1), 64),
         (ForwardBlocks(block_k=64, held=1), 128),
         (ForwardBlocks(block_k=64, held=3), 256),
@@ -661,6 +662,7 @@ def test_one_warpgroup_takes_short_sequences_and_few_tiles():
         return blocks(*shape, **options).consumers
 
     assert consumers(16, 384) == 1 and consumers(16, 448) == 2
+    assert consumers(16, 512) == 3 and consumers(16, 512, window=(None, 0)) == 2
     assert consumers(1, 1024) == 1 and consumers(1, 1024, keys=16384) == 3
     assert consumers(1, 1024, heads=64) == 3  # more tiles than fit at once
     assert consumers(8, 1024, heads=64, window=(127, 0)) == 1
@@ -692,6 +694,17 @@ def test_steps_of_8_bits_are_long_where_all_but_the_last_are_whole():
     assert block_k(2048) == 192 and block_k(2047) == 128
     assert block_k(4096, window=(None, 0)) == block_k(4096, 64) == 128
     assert block_k(4096, 256) == 64
+
+
+def test_steps_of_heads_of_256_fill_shared_memory():
+    def blocks(alibi=False, page=None):
+        problem = Problem(rows=1, queries=4096, keys=4096, max_seqs=4, heads=8,
+                          kv_heads=4, head_dim=256, dtype=BF16, page=page)  # fmt: skip
+        found = forward_blocks(problem, H200, alibi)
+        check_smem(forward_smem(problem, found), H200, "heads of 256")
+        return found.block_k
+
+    assert (blocks(), blocks(alibi=True), blocks(page=64)) == (80, 64, 64)
 
 
 def test_one_warpgroup_takes_gradients_of_short_sequences_and_few_tiles():
