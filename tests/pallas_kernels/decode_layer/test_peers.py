@@ -1,0 +1,153 @@
+"""A decoder layer in one launch on several devices: interpreted, lowered, refused."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.collective_matmul import make_all_reduce_workspace
+from pallas_kernels.decode_layer import mosaic_gpu
+from pallas_kernels.decode_layer.config import DecodeLayerConfig
+from pallas_kernels.mosaic import H200
+from tests.interpreter import cpu_mesh, interpret_mosaic_gpu
+from tests.pallas_kernels.collective_matmul import test_low_latency
+from tests.pallas_kernels.decode_layer.test_decode_layer import (
+    BF16,
+    EPS,
+    FP8,
+    INT8,
+    LAST,
+    TINY,
+    check,
+    operands,
+)
+
+
+del test_low_latency  # it has registered what stands for sending and receiving
+
+P = jax.sharding.PartitionSpec
+
+
+def local_problem(problem, devices):
+    """The sizes of a device's part of a layer."""
+    names = "d_ff", "features", "heads", "kv_heads"
+    sizes = {name: getattr(problem, name) // devices for name in names}
+    return dataclasses.replace(problem, devices=devices, **sizes)
+
+
+def split(problem, given, devices):
+    """The operands of all devices, stacked."""
+    p, heads = problem, problem.head_dim
+    parts = {
+        "attended": (p.features,),
+        "out": (p.features,),
+        "next_out": (p.features,),
+        "gate_up": (p.d_ff, p.d_ff),
+        "down": (p.d_ff,),
+        "qkv": (p.heads * heads, p.kv_heads * heads, p.kv_heads * heads),
+    }
+    axes = {"attended": 1, "out": 0, "next_out": 0, "gate_up": 1, "down": 0, "qkv": 1}
+    if p.narrow:
+        axes |= {name: 1 - axis for name, axis in axes.items() if name != "attended"}
+    for name, of in (("gate_up_scale", "gate_up"), ("qkv_scale", "qkv"), ("bias", "qkv")):
+        parts[name], axes[name] = parts[of], 0
+
+    def of(device, name, array):
+        if name not in parts:
+            return array
+        pieces = jnp.split(array, np.cumsum(parts[name])[:-1], axes[name])
+        own = [jnp.split(piece, devices, axes[name])[device] for piece in pieces]
+        return jnp.concatenate(own, axes[name])
+
+    return {
+        name: jnp.stack([of(device, name, array) for device in range(devices)])
+        for name, array in given.items()
+    }
+
+
+def layer_of(problem, given, workspace, device, **config):
+    """A device's part of a call."""
+    return mosaic_gpu.decode_layer(
+        given,
+        problem=problem,
+        config=DecodeLayerConfig(**config),
+        device=device,
+        eps=EPS,
+        workspace=workspace,
+        axis_name="tensor",
+    )
+
+
+def begin(problem, device):
+    return make_all_reduce_workspace(
+        problem.d_model * problem.rows, BF16, axis_name="tensor", device=device
+    )
+
+
+def calls(*stacked, problem, device, **config):
+    """The results of calls that follow each other, and the last workspace."""
+    workspace, found = begin(problem, device), []
+    for given in stacked:
+        given = jax.tree.map(lambda a: a[0], given)
+        *made, workspace = layer_of(problem, given, workspace, device, **config)
+        found.append([None if a is None else a[None] for a in made])
+    return found, workspace
+
+
+def over_devices(fn, devices):
+    return jax.jit(
+        jax.shard_map(
+            fn,
+            mesh=cpu_mesh(tensor=devices),
+            in_specs=P("tensor"),
+            out_specs=P("tensor"),
+            check_vma=False,
+        )
+    )
+
+
+def whole(problem, made, devices):
+    """What the devices of a call made, as one has it; their residuals are equal."""
+    residual, q, kv = made
+    residuals = np.asarray(residual)
+    for other in residuals[1:]:
+        np.testing.assert_array_equal(other, residuals[0])
+    if not problem.projects:
+        return residuals[0], None, None, None
+    kv = np.asarray(kv).reshape(devices, problem.m, 2, -1)
+    kv = np.concatenate(kv, axis=-1).reshape(problem.m, -1)
+    return residuals[0], jnp.concatenate(list(q), axis=1), jnp.asarray(kv), None
+
+
+WIDE = {"d_ff": 512, "features": 512, "heads": 4, "kv_heads": 2}
+FEW = {"weight_slots": 2, "activation_slots": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "num_sms", "config"),
+    [
+        # Parts of sums in memory; a device with sums from registers.
+        ({"m": 16, "bias": True}, 2, 2, FEW),
+        (INT8, 2, 1, FEW),
+        ({"d_ff": 1024, "features": 1024, "heads": 8, "kv_heads": 4} | FP8, 4, 1, FEW),
+        (LAST, 2, 2, FEW),
+    ],
+)
+def test_interpreted_layers_equal_the_reference(changes, devices, num_sms, config):
+    problem = dataclasses.replace(TINY, **WIDE | changes)
+    inputs = [operands(problem, seed) for seed in range(2)]
+    device = dataclasses.replace(H200, num_sms=num_sms)
+    run = over_devices(
+        functools.partial(
+            calls, problem=local_problem(problem, devices), device=device, **config
+        ),
+        devices,
+    )
+    with interpret_mosaic_gpu(detect_races=True, concurrent_blocks=num_sms > 1):
+        found, workspace = run(*(split(problem, given, devices) for given in inputs))
+        for given, made in zip(inputs, found, strict=True):
+            check(problem, given, whole(problem, made, devices))
+        assert not np.asarray(workspace.cells).any()  # all that was sent was read
