@@ -532,9 +532,7 @@ class _Block:
             axis_name=self.axis_name or "",
             rows=self.problem.rows,
         )
-        return lambda parts: epilogue(
-            peers.add(number, place.groups, place.row, parts)
-        )
+        return lambda parts: epilogue(peers.add(number, place.groups, place.row, parts))
 
     def scaled(self, stage: Stage, place: _Place, epilogue: _Epilogue) -> _Epilogue:
         """An epilogue of sums that it multiplies by the scales of the weight."""
@@ -774,9 +772,7 @@ def decode_layer(
     eps: float,
     workspace: AllReduceWorkspace | None = None,
     axis_name: str | None = None,
-) -> tuple[
-    jax.Array, jax.Array | None, jax.Array | None, AllReduceWorkspace | None
-]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, AllReduceWorkspace | None]:
     """Computes a layer from one attention to the next on a Hopper GPU.
 
     Args:

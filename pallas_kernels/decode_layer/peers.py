@@ -92,8 +92,3 @@ class Peers:
             jnp.concatenate([total(chunk(group, n)) for n in eights], axis=1)
             for group in groups
         ]
-
-
-def chunks(d_model: int, rows: int) -> int:
-    """Chunks of cells that a sum needs."""
-    return d_model * rows // LINE

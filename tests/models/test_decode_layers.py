@@ -11,6 +11,7 @@ from flax import nnx
 from jaxscale.models import Decoder, decode_layers, quantize
 from jaxscale.models.families.llama import llama_tiny
 from jaxscale.nn import PagedRows
+from jaxscale.sharding import create, fsdp_tp, make_mesh
 from pallas_kernels.dispatch import recorded
 from pallas_kernels.mosaic import H200, use_device
 from tests.decoding import decode, nan_pages
@@ -121,6 +122,32 @@ def test_few_rows_take_the_kernel_by_themselves(weights):
         with use_device(H200), recorded() as choices:
             jax.eval_shape(model.run_blocks, *step(model, rows))
         assert (("decode_layer", "mosaic_gpu") in choices) is takes
+
+
+def on_devices(count, dtype=jnp.float32, **changes):
+    """A decoder whose heads and hidden features are split."""
+    mesh, rules = make_mesh({"tensor": count}, jax.devices()[:count]), fsdp_tp()
+    config = dataclasses.replace(llama_tiny(), num_layers=2, **changes)
+    options = {"dtype": dtype, "param_dtype": dtype, "rules": rules}
+    model = create(lambda: Decoder(config, rngs=nnx.Rngs(0), **options), mesh, rules)
+    return model.for_inference(), mesh
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_logits_of_devices_that_split_heads_are_those_of_the_blocks(weights):
+    model, mesh = on_devices(2, attention_bias=True)
+    if weights is not None:
+        model = quantize(model, weights)
+    tokens = jax.random.randint(jax.random.key(1), (3, 8), 0, model.config.vocab_size)
+    run = jax.jit(lambda model: decode(model, tokens, 4, 1, 1, 1, 1))
+    with jax.set_mesh(mesh):
+        want, pages = run(model)
+        model.decode_layer = "xla"
+        with recorded() as choices:
+            found, again = run(model)
+    assert ("decode_layer", "xla") in choices
+    np.testing.assert_allclose(found, want, atol=2e-5)
+    np.testing.assert_allclose(again, pages, atol=2e-5)
 
 
 def test_more_rows_or_tokens_run_as_blocks():

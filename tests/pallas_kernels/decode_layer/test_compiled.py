@@ -9,9 +9,15 @@ import pytest
 
 from pallas_kernels.mosaic import H200
 from tests.compiled import compile_for_h200
-from tests.pallas_kernels.decode_layer.test_gpu import LLAMA3_8B
 from tests.pallas_kernels.decode_layer.test_decode_layer import operands
-from tests.pallas_kernels.decode_layer.test_peers import P, begin, layer_of, local_problem, split
+from tests.pallas_kernels.decode_layer.test_gpu import LLAMA3_8B
+from tests.pallas_kernels.decode_layer.test_peers import (
+    P,
+    begin,
+    layer_of,
+    local_problem,
+    split,
+)
 from tests.registers import kernels
 from tests.tiers import exhaustive
 
@@ -39,9 +45,7 @@ def layers_over_devices(devices, m, weights, count):
     size = len(devices)
     problem = dataclasses.replace(LLAMA3_8B, m=m, weights=weights)
     local = local_problem(problem, size)
-    shapes = jax.eval_shape(
-        lambda: split(problem, operands(problem), size)
-    )
+    shapes = jax.eval_shape(lambda: split(problem, operands(problem), size))
 
     def run(given):
         given = jax.tree.map(lambda a: a[0], given)

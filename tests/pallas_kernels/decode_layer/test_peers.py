@@ -52,7 +52,11 @@ def split(problem, given, devices):
     axes = {"attended": 1, "out": 0, "next_out": 0, "gate_up": 1, "down": 0, "qkv": 1}
     if p.narrow:
         axes |= {name: 1 - axis for name, axis in axes.items() if name != "attended"}
-    for name, of in (("gate_up_scale", "gate_up"), ("qkv_scale", "qkv"), ("bias", "qkv")):
+    for name, of in (
+        ("gate_up_scale", "gate_up"),
+        ("qkv_scale", "qkv"),
+        ("bias", "qkv"),
+    ):
         parts[name], axes[name] = parts[of], 0
 
     def of(device, name, array):
