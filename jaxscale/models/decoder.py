@@ -385,9 +385,15 @@ class Decoder(Pretrained, nnx.Module):
         if name != "mosaic_gpu" or self.adapters is not None:
             return False
         variants = [self.config.attention(i) for i in range(self.config.num_layers)]
-        x = jax.ShapeDtypeStruct((rows, self.config.d_model), self.dtype)
-        workspace = jax.eval_shape(begin)
-        return decode_layers.takes(self.blocks, x, variants, name, workspace)
+        answers = []
+
+        def ask() -> None:
+            x = jnp.zeros((rows, self.config.d_model), self.dtype)
+            found = decode_layers.takes(self.blocks, x, variants, name, begin())
+            answers.append(found)
+
+        jax.eval_shape(ask)
+        return answers[0]
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in fp32 of the activations that `hidden` returns."""
