@@ -122,9 +122,11 @@ def takes(
         return True
     reasons = []
 
-    def ask(*given: Any) -> tuple[()]:
-        cells = None if given[-1] is None else given[-1].workspace
-        reasons.append(declines(*given[:-1], cells, axis))
+    def ask(
+        attended: Array, residual: Array, layer: Any, following: Any, held: Any
+    ) -> tuple[()]:
+        given = attended, residual, layer, following
+        reasons.append(declines(*given, held and held.workspace, axis))
         return ()
 
     def call(blocks: Any, workspace: Any) -> tuple[()]:
@@ -162,14 +164,15 @@ def run(
     block: Any = blocks[0]
     attention, axis, workspace = block.attention, _axis(block), state.workspace
 
-    def layer(*given: Any) -> Any:
+    def layer(
+        attended: Array, residual: Array, layer: Any, following: Any, held: Any
+    ) -> Any:
+        given = attended, residual, layer, following
         options = {"eps": block.mlp_norm.eps, "implementation": implementation}
         if axis is None:
-            return *decode_layer(*given[:-1], **options), None
-        *given, held = given
-        cells = None if held is None else held.workspace
+            return *decode_layer(*given, **options), None
         residual, heads, cells = tensor_parallel_decode_layer(
-            *given, cells, axis_name=axis, **options
+            *given, held and held.workspace, axis_name=axis, **options
         )
         return residual, heads, cells and ReduceWorkspace(cells, axis)
 
