@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.collective_matmul import make_all_reduce_workspace
-from pallas_kernels.decode_layer import mosaic_gpu
+from pallas_kernels.decode_layer import mosaic_gpu, tensor_parallel_decode_layer
 from pallas_kernels.decode_layer.config import DecodeLayerConfig
-from pallas_kernels.mosaic import H200
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.mosaic import H200, use_device
 from tests.interpreter import cpu_mesh, interpret_mosaic_gpu
+from tests.lowering import lower_for_cuda
 from tests.pallas_kernels.collective_matmul import test_low_latency
 from tests.pallas_kernels.decode_layer.test_decode_layer import (
     BF16,
@@ -21,6 +23,7 @@ from tests.pallas_kernels.decode_layer.test_decode_layer import (
     INT8,
     LAST,
     TINY,
+    arguments,
     check,
     operands,
 )
@@ -155,3 +158,68 @@ def test_interpreted_layers_equal_the_reference(changes, devices, num_sms, confi
         for given, made in zip(inputs, found, strict=True):
             check(problem, given, whole(problem, made, devices))
         assert not np.asarray(workspace.cells).any()  # all that was sent was read
+
+
+@pytest.mark.parametrize(("devices", "changes"), [(2, {"m": 32}), (4, {"m": 1} | INT8)])
+def test_lowered_for_cuda(devices, changes):
+    """No launch but the first has a barrier, and none has semaphores to clear."""
+    sizes = {"d_model": 1024, "d_ff": 2048, "features": 1024, "heads": 8, "kv_heads": 4}
+    problem = dataclasses.replace(TINY, **sizes | changes)
+    shapes = jax.eval_shape(lambda: split(problem, operands(problem), devices))
+    run = functools.partial(calls, problem=local_problem(problem, devices), device=H200)
+    mapped = jax.shard_map(
+        run, in_specs=P("tensor"), out_specs=P("tensor"), check_vma=False
+    )
+    text = lower_for_cuda(mapped, shapes, shapes, mesh={"tensor": devices})
+    assert text.count("skip_device_barrier = false") == 1
+    assert "skip_device_barrier = true" in text
+
+
+def test_what_the_kernel_refuses():
+    problem = dataclasses.replace(TINY, **WIDE)
+    given = split(problem, operands(problem), 2)
+    kernel = {"axis_name": "tensor", "eps": EPS, "implementation": "mosaic_gpu"}
+
+    def run(given, workspace_of, mesh, **more):
+        def local(given):
+            given = jax.tree.map(lambda a: a[0], given)
+            arrays = arguments(local_problem(problem, 2), given)
+            cells = workspace_of and begin(workspace_of, H200)
+            tensor_parallel_decode_layer(*arrays, cells, **kernel)
+
+        specs = {"in_specs": P("tensor"), "out_specs": None, "check_vma": False}
+        with use_device(H200), jax.set_mesh(mesh):
+            jax.eval_shape(jax.shard_map(local, **specs, **more), given)
+
+    run(given, problem, cpu_mesh(tensor=2))
+    with pytest.raises(Unsupported, match="for 2048 numbers of 2 devices, got None"):
+        run(given, None, cpu_mesh(tensor=2))
+    small = dataclasses.replace(problem, d_model=64)
+    with pytest.raises(Unsupported, match="got one for 512 of 2"):
+        run(given, small, cpu_mesh(tensor=2))
+    mesh = cpu_mesh(data=2, tensor=2)
+    with pytest.raises(Unsupported, match="does not partition the kernel"):
+        run(given, problem, mesh, axis_names={"tensor"})
+    three = jax.tree.map(lambda a: jnp.concatenate([a, a[:1]]), given)
+    with pytest.raises(Unsupported, match="has 3 devices, expected one of"):
+        run(three, problem, cpu_mesh(tensor=3))
+    with use_device(H200), pytest.raises(ValueError, match="no axis of an enclosing"):
+        tensor_parallel_decode_layer(
+            *arguments(problem, operands(problem)), None, **kernel
+        )
+
+
+def test_xla_adds_over_devices():
+    problem = dataclasses.replace(TINY, **WIDE | {"m": 16, "bias": True} | INT8)
+    given = operands(problem)
+    local = local_problem(problem, 2)
+
+    def run(given):
+        arrays = arguments(local, jax.tree.map(lambda a: a[0], given))
+        options = {"axis_name": "tensor", "eps": EPS, "implementation": "xla"}
+        residual, heads, _ = tensor_parallel_decode_layer(*arrays, None, **options)
+        return jax.tree.map(lambda a: a[None], (residual, *heads))
+
+    residual, q, kv = over_devices(run, 2)(split(problem, given, 2))
+    q = q.reshape(2, problem.m, -1)
+    check(problem, given, whole(problem, (residual, q, kv), 2))
