@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.collective_matmul import make_all_reduce_workspace
 from pallas_kernels.decode_layer import mosaic_gpu, tensor_parallel_decode_layer
 from pallas_kernels.decode_layer.config import DecodeLayerConfig
+from pallas_kernels.decode_layer.peers import Peers
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
 from tests.interpreter import cpu_mesh, interpret_mosaic_gpu
@@ -158,6 +161,45 @@ def test_interpreted_layers_equal_the_reference(changes, devices, num_sms, confi
         for given, made in zip(inputs, found, strict=True):
             check(problem, given, whole(problem, made, devices))
         assert not np.asarray(workspace.cells).any()  # all that was sent was read
+
+
+def sums_in_one_kernel(parts):
+    """The sums over devices of [calls,2,64,16] by one kernel.
+
+    The interpreter lets devices begin and end a kernel together, which hardware without
+    a barrier does not: here they drift apart.
+    """
+    calls, rows = parts.shape[0], parts.shape[-1]
+
+    def body(parts, cells, out):
+        def call(i, _):
+            adder = Peers(cells=cells, turn=i * 0, axis_name="tensor", rows=rows)
+            for number in range(2):
+                part = parts.at[i, number]
+                part = plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False)
+                (total,) = adder.add(number, (jnp.int32(0),), jnp.int32(0), [part])
+                out.at[i, number][...] = total
+
+        lax.fori_loop(0, calls, call, None)
+
+    cells = jax.new_ref(jnp.zeros((2, lax.axis_size("tensor"), 2, 512), jnp.int32))
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(parts.shape, parts.dtype),
+        grid=(1,),
+        grid_names=("block",),
+    )(parts, cells)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_two_sets_of_cells_are_enough_where_devices_drift_apart(devices):
+    parts = jax.random.normal(jax.random.key(0), (devices, 8, 2, 64, 16))
+    run = over_devices(lambda x: sums_in_one_kernel(x[0])[None], devices)
+    rounded = np.asarray(parts.astype(BF16).astype(jnp.float32))
+    want = functools.reduce(np.add, rounded)
+    with interpret_mosaic_gpu(detect_races=True):
+        for found in np.asarray(run(parts)):
+            np.testing.assert_array_equal(found, want)
 
 
 @pytest.mark.parametrize(("devices", "changes"), [(2, {"m": 32}), (4, {"m": 1} | INT8)])
