@@ -156,6 +156,7 @@ class Runner:
         mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
         self.mesh: Mesh | None = mesh
         self.devices = list(where.device_set if mesh is None else mesh.devices.flat)
+        self._sums(self.buckets[0], model)  # raises
         ngrams = config.shortest_ngram, config.longest_ngram
         gathers = self._gathers()
 
@@ -168,7 +169,6 @@ class Runner:
 
         self.params, self._programs = flat(with_adapters(model, {}))
         self.adapted_params, self._adapted = flat(model)
-        self._sums(self.buckets[0], self._programs.model(self.params))  # raises
         self._prefills = prefill_programs(config, prefill_tokens, gathers=gathers)
         adapted = bool(config.adapters)
         self.table = ProgramTable(self.buckets, self._prefills, adapted=adapted)
@@ -227,7 +227,8 @@ class Runner:
         config, jit = self.config, self._jit
         pages, slots, _, history = self._state()
         shapes = jax.tree.map(_shape_of, params)
-        state, model = (shapes, pages, slots, history), programs.model(shapes)
+        state = shapes, pages, slots, history
+        model: Any = jax.tree.unflatten(programs.tree, shapes)
         for bucket, steps, drafts in decode_sizes(config, self.buckets):
             sizes = {"bucket": bucket, "steps": steps, "drafts": drafts}
             rows = bucket * (1 + drafts)
