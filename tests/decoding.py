@@ -20,11 +20,12 @@ def nan_pages(model, num_pages, page_size):
     return jnp.full_like(pages, jnp.nan)
 
 
-def decode(model, tokens, *sizes, page_size=4):
+def decode(model, tokens, *sizes, page_size=4, workspace=None):
     """Logits of `tokens`, [B, T, V], and the pages that hold their keys and values.
 
     The first of `sizes` is how many tokens of each row are computed as a chunk, all
-    chunks in one row; then so many at a time, in rows of their own.
+    chunks in one row; then so many at a time, in rows of their own. Those add over
+    devices in `workspace`, if there is one.
     """
     batch, total = tokens.shape
     width = -(-total // page_size)
@@ -46,8 +47,11 @@ def decode(model, tokens, *sizes, page_size=4):
     found, done = [model.unembed(hidden).reshape(batch, first, -1)], first
     for size in others:
         lengths, new = jnp.full(batch, done), jnp.full(batch, size)
-        state = PagedRows.of(state.pages, table, lengths, new, size)
+        state = PagedRows.of(
+            state.pages, table, lengths, new, size, workspace=workspace
+        )
         hidden, state = model.run(tokens[:, done : done + size], state)
+        workspace = state.workspace
         found.append(model.unembed(hidden))
         done += size
     assert done == total

@@ -2,17 +2,22 @@
 
 Layers as of LLaMA take `pallas_kernels.decode_layer` in place of ten launches: what
 follows the attention of a layer and what precedes that of the next are one kernel. It
-is for one GPU, dense weights in bfloat16 or all in the same 8 bits, and up to 64 rows
-of one token; all else runs block by block (`jaxscale.models.stack`).
+is for dense weights in bfloat16 or all in the same 8 bits, and up to 64 rows of one
+token; all else runs block by block (`jaxscale.models.stack`). On several GPUs that
+split heads and hidden features the kernel adds up over them, in the workspace of
+all-reduces (`jaxscale.sharding.decode_all_reduce`).
 
 Legend: B rows, T tokens of a row, D model.
 """
 
+import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxscale.nn.attention import AttentionConfig
@@ -23,6 +28,7 @@ from jaxscale.nn.linear import RowParallelLinear, project_together
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import Attention
+from jaxscale.sharding.decode_all_reduce import ReduceWorkspace
 from pallas_kernels.decode_layer import (
     LayerWeights,
     NextProjection,
@@ -31,6 +37,7 @@ from pallas_kernels.decode_layer import (
     decode_layer,
     from_residual,
     rotation,
+    tensor_parallel_decode_layer,
 )
 
 
@@ -80,23 +87,62 @@ def runs(
         variants: The attention of each layer.
         implementation: Of `pallas_kernels.decode_layer.decode_layer`.
     """
-    if isinstance(blocks, Block) or type(state) is not PagedRows or x.shape[1] != 1:
+    if type(state) is not PagedRows or x.shape[1] != 1:
         return False
-    if state.workspace is not None or not _are_plain(blocks, variants):
+    return takes(blocks, x[:, 0], variants, implementation, state.workspace)
+
+
+def takes(
+    blocks: Any,
+    x: Float[Array, "B D"],
+    variants: Sequence[AttentionConfig],
+    implementation: str,
+    workspace: ReduceWorkspace | None,
+) -> bool:
+    """Whether an implementation computes what the blocks do for rows of one token.
+
+    Args:
+        blocks: The blocks of a decoder.
+        x: The residual stream; only shapes and types of it and the blocks count.
+        variants: The attention of each layer.
+        implementation: Of `pallas_kernels.decode_layer.decode_layer`.
+        workspace: That of all-reduces, of which only the shape counts.
+    """
+    if isinstance(blocks, Block):
+        return False
+    axis = _axis(blocks[0])
+    if workspace is not None and workspace.axis != axis:
+        return False
+    if not _are_plain(blocks, variants, _devices(axis)):
         return False
     out = blocks[0].attention.out
     if isinstance(out, QuantizedLinear) and len(x) >= out.rounds_from:
         return False  # it rounds activations, too
     if implementation != "mosaic_gpu":
         return True
-    after = _projection(blocks[-1], variants[-1], state, {})
-    features = variants[0].num_heads * variants[0].head_dim
-    attended = jnp.zeros((len(x), features), x.dtype)
-    residual = as_residual(x[:, 0])
-    reason = declines(attended, residual, _weights(blocks[0]), after)
-    if reason is not None:
-        _log.info("decoding block by block: %s", reason)
-    return reason is None
+    reasons = []
+
+    def ask(
+        attended: Array, residual: Array, layer: Any, following: Any, held: Any
+    ) -> tuple[()]:
+        given = attended, residual, layer, following
+        reasons.append(declines(*given, held and held.workspace, axis))
+        return ()
+
+    def call(blocks: Any, workspace: Any) -> tuple[()]:
+        variant = variants[-1]
+        angles = jnp.zeros((len(x), variant.head_dim // 2))
+        after = _projection(blocks[-1], variant, rotation(angles), axis)
+        features = variant.num_heads * variant.head_dim
+        attended = jnp.zeros((len(x), features), x.dtype)
+        residual = as_residual(jnp.zeros(x.shape, x.dtype))
+        given = attended, residual, _weights(blocks[0]), after, workspace
+        return _over_devices(ask, axis, given, ())
+
+    jax.eval_shape(call, blocks, workspace)
+    if reasons[0] is not None:
+        _log.info("decoding block by block: %s", reasons[0])
+    return reasons[0] is None
 
 
 def run(
@@ -116,7 +162,20 @@ def run(
         implementation: Of `pallas_kernels.decode_layer.decode_layer`.
     """
     block: Any = blocks[0]
-    attention = block.attention
+    attention, axis, workspace = block.attention, _axis(block), state.workspace
+
+    def layer(
+        attended: Array, residual: Array, layer: Any, following: Any, held: Any
+    ) -> Any:
+        given = attended, residual, layer, following
+        options = {"eps": block.mlp_norm.eps, "implementation": implementation}
+        if axis is None:
+            return *decode_layer(*given, **options), None
+        residual, heads, cells = tensor_parallel_decode_layer(
+            *given, held and held.workspace, axis_name=axis, **options
+        )
+        return residual, heads, cells and ReduceWorkspace(cells, axis)
+
     projected = project_together(attention.inputs, block.attention_norm(x))
     out, state = attention.attend(
         attention.split_heads(projected), state.at(0, variants[0])
@@ -126,38 +185,114 @@ def run(
         following = None
         if i + 1 < len(blocks):
             variant = variants[i + 1]
-            following = _projection(blocks[i + 1], variant, state, tables)
-        residual, heads = decode_layer(
-            out.reshape(len(x), -1),
-            residual,
-            _weights(block),
-            following,
-            eps=block.mlp_norm.eps,
-            implementation=implementation,
-        )
+            table = _table(variant, state, tables)
+            following = _projection(blocks[i + 1], variant, table, axis)
+        attended = attention.join_heads(out)[:, 0]
+        given = attended, residual, _weights(block), following, workspace
+        spec = PartitionSpec(None, axis), PartitionSpec(None, None, axis)
+        results = PartitionSpec(), following and spec, workspace and _everywhere()
+        residual, heads, workspace = _over_devices(layer, axis, given, results)
         if heads is not None:
             q, kv = (array[:, None] for array in heads)
-            here = state.at(i + 1, variant)
-            out, state = here.attend_stacked(q, kv, variant)
+            attention = blocks[i + 1].attention
+            out, state = attention.attend_rotated(q, kv, state.at(i + 1, variant))
+    state = dataclasses.replace(state, workspace=workspace)
     return from_residual(residual, len(x))[:, None].astype(x.dtype), state
 
 
-def _are_plain(blocks: Sequence[Any], variants: Sequence[AttentionConfig]) -> bool:
+# --- Several devices ------------------------------------------------------------------
+
+_SPLIT = {
+    "attended": 1,
+    "out": 0,
+    "gate_up": 1,
+    "gate_up_scale": 0,
+    "down": 0,
+    "qkv": 1,
+    "qkv_scale": 0,
+    "bias": 0,
+}
+"""In which dimension devices have parts of an operand; others are whole."""
+
+
+def _axis(block: Any) -> str | None:
+    """The mesh axis over which heads and hidden features are split, if there is one,
+    and all devices are on it.
+    """
+    mesh, rules = jax.sharding.get_abstract_mesh(), block.attention.rules
+    names = rules.mesh_axes(["heads"]) | rules.mesh_axes(["mlp"])
+    found = [name for name in names if mesh.shape.get(name, 1) > 1]
+    if len(found) != 1 or mesh.shape[found[0]] != mesh.size:
+        return None
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return found[0] if kinds[found[0]] == AxisType.Auto else None
+
+
+def _devices(axis: str | None) -> int:
+    return 1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis]
+
+
+def _everywhere() -> PartitionSpec:
+    """How a workspace is split: along the first dimension."""
+    return PartitionSpec(jax.sharding.get_abstract_mesh().axis_names)
+
+
+def _over_devices(
+    fn: Callable[..., Any], axis: str | None, given: tuple[Any, ...], results: Any
+) -> Any:
+    """``fn(*given)`` on each device's part: `attended`, `residual`, `LayerWeights`,
+    `NextProjection` with the heads of a device, and the workspace.
+
+    Args:
+        fn: The function.
+        axis: The mesh axis over which it is split; None calls it as it is.
+        given: Its arguments.
+        results: The `PartitionSpec`s of what it returns.
+    """
+    if axis is None:
+        return fn(*given)
+
+    def spec(name: str, array: Array) -> PartitionSpec:
+        if name not in _SPLIT:
+            return PartitionSpec()
+        dimension = _SPLIT[name]
+        if array.dtype.itemsize == 1:  # such weights are turned
+            dimension = 1 - dimension
+        return PartitionSpec(*(None,) * dimension, axis)
+
+    attended, residual, *parts, workspace = given
+    specs = (
+        spec("attended", attended),
+        spec("residual", residual),
+        *jax.tree.map_with_path(lambda path, a: spec(path[-1].name, a), parts),
+        jax.tree.map(lambda _: _everywhere(), workspace),
+    )
+    return jax.shard_map(fn, in_specs=specs, out_specs=results, check_vma=False)(*given)
+
+
+# --- Which layers ---------------------------------------------------------------------
+
+
+def _are_plain(
+    blocks: Sequence[Any], variants: Sequence[AttentionConfig], devices: int
+) -> bool:
     """Whether blocks are serial, with RMS norms of one epsilon before attention and a
-    SwiGLU network, dense or all in the same 8 bits, and heads are rotated as a whole.
+    SwiGLU network, dense or all in the same 8 bits, heads are rotated as a whole, and
+    devices have as many of all.
     """
     norms = [n for b in blocks for n in (b.attention_norm, b.mlp_norm)]
     plain_norms = all(type(n) is RMSNorm and not n.plus_one for n in norms)
     return (
         plain_norms
         and len({norm.eps for norm in norms}) == 1
-        and all(map(_is_plain, blocks))
+        and all(_is_plain(block, devices) for block in blocks)
+        and all(variant.num_kv_heads % devices == 0 for variant in variants)
         and len({kind for block in blocks for kind in _kinds(block)}) == 1
         and all(map(_rotates_heads, variants))
     )
 
 
-def _is_plain(block: Any) -> bool:
+def _is_plain(block: Any, devices: int) -> bool:
     attention, mlp = block.attention, block.mlp
     more = (
         block.attention_out_norm,
@@ -182,7 +317,7 @@ def _is_plain(block: Any) -> bool:
                 and all(layer.dtype == layer.kernel.dtype for layer in layers)
             )
         )
-        and all(layer.shards == 1 for layer in joined)
+        and all(layer.shards == devices for layer in joined)
         and all(layer.low_rank is None for layer in layers)
         and all(part is None for part in (*more, mlp.joined.bias))
     )
@@ -229,18 +364,28 @@ def _kernel(name: str, layer: Any) -> dict[str, Array]:
     return found
 
 
-def _projection(
-    block: Any, config: AttentionConfig, state: PagedRows, tables: dict[Any, Any]
-) -> NextProjection:
-    """What precedes the attention of a block; `tables` holds rotations of others."""
-    joined, rope = block.attention.joined, config.rope
+def _table(
+    config: AttentionConfig, state: PagedRows, tables: dict[Any, Any]
+) -> tuple[Array, Array]:
+    """Cosines and sines of positions; `tables` holds those of others."""
+    rope = config.rope
     if rope is None:
         raise ValueError("rope None: _rotates_heads lets no such block pass")
     if (key := (rope, config.head_dim)) not in tables:
         positions = state.positions.astype(jnp.float32)  # [B, 1]
         angles = positions * rope.inv_freq(config.head_dim)  # [B, pairs]
         tables[key] = rotation(angles, rope.attention_factor)
-    cos, sin = tables[key]
+    return tables[key]
+
+
+def _projection(
+    block: Any,
+    config: AttentionConfig,
+    table: tuple[Array, Array],
+    axis: str | None,
+) -> NextProjection:
+    """What precedes the attention of a block, with the heads of a device."""
+    joined, (cos, sin) = block.attention.joined, table
     return NextProjection(
         norm=block.attention_norm.scale[...],
         **_kernel("qkv", joined),
@@ -248,6 +393,6 @@ def _projection(
         cos=cos,
         sin=sin,
         out=block.attention.out.kernel[...],
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
+        heads=config.num_heads // _devices(axis),
+        kv_heads=config.num_kv_heads // _devices(axis),
     )

@@ -4,7 +4,7 @@ Legend: B batch, T tokens of a (packed) row, D model, V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,7 @@ from jaxscale.nn.self_attention import (
     Whole,
     attention_state,
 )
+from jaxscale.sharding.decode_all_reduce import ReduceWorkspace
 from jaxscale.sharding.fp8 import Fp8, check_fp8
 from jaxscale.sharding.manual import manual_names
 from jaxscale.sharding.operations import constrain, contract
@@ -75,8 +76,9 @@ class Decoder(Pretrained, nnx.Module):
     decode_layer: str | None = "auto"
     """Implementation of `pallas_kernels.decode_layer.decode_layer` with which few
     requests decode, ``"mosaic_gpu"`` or ``"xla"``, where the layers allow it; None runs
-    block by block. ``"auto"`` is the kernel up to 32 rows, where it is faster. Set it
-    on a model that `for_inference` returned.
+    block by block. ``"auto"`` is the kernel up to 32 rows, where it is faster. On
+    several GPUs it needs a workspace in the state (`PagedRows.workspace`), as the
+    engine makes it. Set it on a model that `for_inference` returned.
     """
 
     @explain_keywords
@@ -370,6 +372,29 @@ class Decoder(Pretrained, nnx.Module):
             keep_gathered=self.tensor_parallel == "fused",
             **options,
         )
+
+    def adds_in_layers(self, rows: int, begin: Callable[[], ReduceWorkspace]) -> bool:
+        """Whether the kernel of `decode_layer` decodes so many rows on several devices.
+
+        Args:
+            rows: How many rows of one token there are.
+            begin: Makes the workspace in which it adds over devices.
+        """
+        name = self.decode_layer
+        if name == "auto":
+            name = decode_layers.faster(self.blocks, rows)
+        if name != "mosaic_gpu" or self.adapters is not None:
+            return False
+        variants = [self.config.attention(i) for i in range(self.config.num_layers)]
+        answers = []
+
+        def ask() -> None:
+            x = jnp.zeros((rows, self.config.d_model), self.dtype)
+            found = decode_layers.takes(self.blocks, x, variants, name, begin())
+            answers.append(found)
+
+        jax.eval_shape(ask)
+        return answers[0]
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in fp32 of the activations that `hidden` returns."""

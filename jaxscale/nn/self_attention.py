@@ -14,7 +14,7 @@ of the table of relative positions.
 import abc
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -56,6 +56,8 @@ Q_AXES = ("batch", None, "act_heads", None)
 """Logical axes of queries and of the output of attention, [B, T, N, H]."""
 KV_AXES = ("batch", None, "act_kv_heads", None)
 """Logical axes of keys and values, [B, T, K, H]."""
+STACKED_AXES = ("batch", None, None, "act_kv_heads", None)
+"""Logical axes of keys and values in one array, [B, T, 2, K, H]."""
 
 
 # Transformations rebuild these classes around shardings and shapes, so that their
@@ -441,19 +443,51 @@ class Attention(nnx.Module):
             state: Positions, and where the keys and values of a sequence are.
         """
         config = self.config if state.variant is None else state.variant
+
+        def local(state: State, q: Array, k: Array, v: Array) -> tuple[Array, State]:
+            q, k = _rotate(config, q, k, state)
+            return state.attend(q, k, v, config, self.implementation)
+
+        return self._over_heads(local, state, heads, (Q_AXES, KV_AXES, KV_AXES))
+
+    def attend_rotated[State: AttentionState](
+        self,
+        q: Float[Array, "B T N H"],
+        kv: Float[Array, "B T 2 K H"],
+        state: State,
+    ) -> tuple[Float[Array, "B T N H"], State]:
+        """`attend` of heads that are rotated, with keys and values in one array.
+
+        Args:
+            q: Queries.
+            kv: Keys and values.
+            state: A state with a method `attend_stacked`, as `PagedRows` has.
+        """
+        config = self.config if state.variant is None else state.variant
+
+        def local(state: Any, q: Array, kv: Array) -> tuple[Array, State]:
+            return state.attend_stacked(q, kv, config)
+
+        return self._over_heads(local, state, (q, kv), (Q_AXES, STACKED_AXES))
+
+    def _over_heads[State: AttentionState](
+        self,
+        attend: Callable[..., tuple[Array, State]],
+        state: State,
+        heads: Sequence[Array],
+        axes_of_heads: Sequence[tuple[str | None, ...]],
+    ) -> tuple[Array, State]:
+        """``attend(state, *heads)`` on each device's own heads."""
         workspace, state = state.workspace, dataclasses.replace(state, workspace=None)
 
-        def local(
-            state: State, q: Array, k: Array, v: Array
-        ) -> tuple[Array, tuple[Array, ...]]:
-            q, k = _rotate(config, q, k, state)
-            out, after = state.attend(q, k, v, config, self.implementation)
+        def local(state: State, *heads: Array) -> tuple[Array, tuple[Array, ...]]:
+            out, after = attend(state, *heads)
             return out, after.carried
 
-        args, axes = (state, *heads), (state.axes, Q_AXES, KV_AXES, KV_AXES)
+        args, axes = (state, *heads), (state.axes, *axes_of_heads)
         shards = Shards.of(args, axes, self._head_rules)
-        attend = shards.over(local, [Q_AXES, state.axes.carried])
-        out, carried = attend(*shards.place(args))
+        mapped = shards.over(local, [Q_AXES, state.axes.carried])
+        out, carried = mapped(*shards.place(args))
         state = dataclasses.replace(state.carrying(carried), workspace=workspace)
         return out, state
 

@@ -17,7 +17,7 @@ Legend: D devices, B batch, T tokens of a sequence, N features.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import jax
@@ -137,6 +137,7 @@ class Sums:
         *,
         elements: int,
         dtype: DTypeLike,
+        needed: Callable[["Sums"], bool] = lambda sums: False,
     ) -> "Sums | None":
         """Choose what sums the tokens of a program; None is XLA.
 
@@ -147,6 +148,7 @@ class Sums:
             rules: Mesh axes of each logical axis.
             elements: Maximum number of elements of a sum.
             dtype: Type of the computation.
+            needed: Whether the program has kernels that add in our workspace.
 
         Raises:
             ValueError: `all_reduce` is unknown.
@@ -162,7 +164,7 @@ class Sums:
         def declines() -> str | None:
             sums = kernel()
             devices = 1 if mesh is None else mesh.shape[sums.axis]
-            if was_faster(elements, devices, sums.device):
+            if was_faster(elements, devices, sums.device) or needed(sums):
                 return None
             return (
                 f"sums of {elements} numbers over {devices} devices were not measured"

@@ -10,9 +10,8 @@ XLA clears before each call, and on XLA's barrier over devices, which guarantees
 the peers' arrays exist. Both together take longer than the exchange.
 
 `low_latency_all_reduce` needs neither. It writes to an `AllReduceWorkspace` that
-outlives the call, made once per program; its *cells* hold data and a flag in one atomic
-write, so that a reader that sees the flag has the data: no fence, no second message.
-Reading a cell empties it.
+outlives the call, made once per program: *cells* that hold data with the word that they
+are there (`pallas_kernels.mosaic.cells`). Reading a cell empties it.
 
 Two sets of cells, used alternately, are enough. When a block of device A writes the
 cells of a block of device B for call e + 2, it has finished call e + 1, so it has read
@@ -25,10 +24,6 @@ be freed after the last call without another barrier.
 
 Axis letters: L elements of the array; D devices. A *chunk* is what a block sends and
 sums at a time.
-
-References:
-    The cells are those of NCCL's LL protocol, which numbers its flags instead of
-    emptying cells, and must clear them before the numbers repeat.
 """
 
 import math
@@ -36,18 +31,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 from jaxtyping import Array, Num
 
 from pallas_kernels.collective_matmul.communicator import peers, wait_for_signal
 from pallas_kernels.mosaic import DeviceSpec, as_varying, unmarked, varying
 from pallas_kernels.mosaic.aliases import Ref, Scalar
+from pallas_kernels.mosaic.cells import LINE, receive, send
 
 
 CHUNK = (32, 64)
@@ -140,9 +135,6 @@ def one_shot_all_reduce(
 
 
 # --- Without a barrier ----------------------------------------------------------------
-
-LINE = 512
-"""Elements per chunk: 8 bytes for each thread of a warpgroup."""
 
 _FASTER = {
     ("nvidia_h100_80gb_hbm3", 2): 64 * 4096,
@@ -314,96 +306,21 @@ def exchange(
         values = plgpu.load(y.at[chunk], layout=_LAYOUT, optimized=False)
         others = [peer for _, peer in peers(axis_name, devices)]
         for peer in others:
-            send(plgpu.remote_ref(cells, peer).at[turn, me, chunk], values)
-        send(cells.at[turn, me, chunk], values)
+            there = plgpu.remote_ref(cells, peer)
+            send(there.at[turn, me, chunk], values, _LAYOUT)
+        send(cells.at[turn, me, chunk], values, _LAYOUT)
 
     def add_chunk(i: Scalar, _: None) -> None:
         chunk = i * blocks + block
         total = jnp.zeros((), jnp.float32)
         for source in range(devices):
-            part = receive(cells.at[turn, source, chunk], y.dtype)
+            here = cells.at[turn, source, chunk]
+            part = receive(here, (LINE,), y.dtype, _LAYOUT)
             total = total + part.astype(jnp.float32)
         out[chunk] = total.astype(y.dtype)
 
     lax.fori_loop(0, mine, send_chunk, None)
     lax.fori_loop(0, mine, add_chunk, None)
-
-
-def send(there: Ref, values: jax.Array) -> None:
-    """Writes a chunk to cells, which must be empty; returns at once.
-
-    Args:
-        there: int32 [512] in global memory, usually a peer's.
-        values: [512] of 16 bits, 4 consecutive ones per thread.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _LAYOUT))
-    def send_cells(ctx: Any, there: Any, values: mgpu.FragmentedArray) -> None:
-        del ctx
-        i32 = ir.IntegerType.get_signless(32)
-        (register,) = values.registers.flat
-        pair = llvm.bitcast(ir.VectorType.get((2,), i32), register)
-        words = [
-            llvm.extractelement(pair, arith.constant(i32, place)) for place in range(2)
-        ]
-        # Each 8 bytes are one atomic write.
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [_cell(there), *words],
-            "{ .reg .b32 one; .reg .b64 a, b; mov.b32 one, 1;"
-            " mov.b64 a, {$1, one}; mov.b64 b, {$2, one};"
-            " st.relaxed.sys.global.v2.b64 [$0], {a, b}; }",
-            "l,r,r",
-            has_side_effects=True,
-        )
-
-    write: Any = send_cells  # the decorator supplies the context
-    write(there, values)
-
-
-def receive(here: Ref, dtype: jnp.dtype) -> jax.Array:
-    """Waits for a chunk in cells, reads it, and empties the cells.
-
-    Args:
-        here: int32 [512] in this device's global memory.
-        dtype: type of the values, of 16 bits.
-
-    Returns:
-        [512], 4 consecutive ones per thread.
-    """
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((LINE,), dtype, _LAYOUT),
-    )
-    def receive_cells(ctx: Any, here: Any) -> mgpu.FragmentedArray:
-        del ctx
-        i32 = ir.IntegerType.get_signless(32)
-        pair = ir.VectorType.get((2,), i32)
-        words = llvm.inline_asm(
-            llvm.StructType.get_literal([i32, i32]),
-            [_cell(here)],
-            "{ .reg .pred empty; .reg .b32 f, g; .reg .b64 a, b;"
-            " again: ld.relaxed.sys.global.v2.b64 {a, b}, [$2];"
-            " mov.b64 {$0, f}, a; mov.b64 {$1, g}, b; and.b32 f, f, g;"
-            " setp.eq.u32 empty, f, 0; @empty bra again;"
-            " mov.b64 a, 0; st.relaxed.sys.global.v2.b64 [$2], {a, a}; }",
-            "=&r,=&r,l",
-            has_side_effects=True,
-        )
-        value = llvm.mlir_undef(pair)
-        for place in range(2):
-            word = llvm.extractvalue(i32, words, [place])
-            value = llvm.insertelement(value, word, arith.constant(i32, place))
-        four = ir.VectorType.get((4,), mgpu.utils.dtype_to_ir_type(dtype))
-        return mgpu.FragmentedArray(
-            _registers=np.array([llvm.bitcast(four, value)], dtype=object),
-            _layout=mgpu.WGStridedFragLayout((LINE,), 4),
-            _is_signed=None,
-        )
-
-    read: Any = receive_cells  # the decorator supplies the context
-    return read(here)
 
 
 def finish_turn(turn: Ref, following: Scalar) -> None:
@@ -430,14 +347,3 @@ def finish_turn(turn: Ref, following: Scalar) -> None:
 
     write: Any = write_turn  # the decorator supplies the context
     write(turn, following)
-
-
-def _cell(cells: ir.Value) -> ir.Value:
-    """The address of a thread's 16 bytes."""
-    i32 = ir.IntegerType.get_signless(32)
-    thread = arith.remui(mgpu.utils.thread_idx(), mgpu.utils.c(128, i32))
-    place = arith.muli(thread, mgpu.utils.c(4, i32))
-    start = mgpu.utils.memref_ptr(cells)
-    return llvm.getelementptr(
-        start.type, start, [place], [-(2**31)], i32, llvm.GEPNoWrapFlags.none
-    )

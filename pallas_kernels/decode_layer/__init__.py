@@ -8,6 +8,7 @@ from pallas_kernels.decode_layer.api import (
     decode_layer,
     from_residual,
     rotation,
+    tensor_parallel_decode_layer,
 )
 from pallas_kernels.decode_layer.config import DecodeLayerConfig
 
@@ -21,4 +22,5 @@ __all__ = [
     "decode_layer",
     "from_residual",
     "rotation",
+    "tensor_parallel_decode_layer",
 ]

@@ -12,8 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.collective_matmul.all_reduce import AllReduceWorkspace
+from pallas_kernels.collective_matmul.config import Call
+from pallas_kernels.collective_matmul.ops import check_mesh
 from pallas_kernels.decode_layer import mosaic_gpu, xla
 from pallas_kernels.decode_layer.config import (
     DecodeLayerConfig,
@@ -155,23 +159,65 @@ def decode_layer(
         ExceptionGroup: none of several implementations can.
         NotImplementedError: the call is differentiated.
     """
-    check_config("decode_layer", config, DecodeLayerConfig)
-    problem = _problem(attended, residual, layer, projection)
-    operands = _operands(attended, residual, layer, projection)
-    call = _Call(problem, eps, config, DeviceSpec.current())
-    message = "decode_layer has no derivatives: it is for inference"
-    residual, q, kv = dispatch(
-        "decode_layer",
-        {"mosaic_gpu": _mosaic_gpu, "xla": _xla},
-        implementation,
-        no_derivative(operands, message),
-        call,
-    )
-    if projection is None:
-        return residual, None
-    p = problem
-    q = q.reshape(p.m, p.heads, p.head_dim)
-    return residual, (q, kv.reshape(p.m, 2, p.kv_heads, p.head_dim))
+    given = attended, residual, layer, projection
+    return _run(given, None, _Call(eps, config), implementation)[:2]
+
+
+def tensor_parallel_decode_layer(
+    attended: Float[Array, "M NH"],
+    residual: Float[Array, "D R"],
+    layer: LayerWeights,
+    projection: NextProjection | None,
+    workspace: AllReduceWorkspace | None,
+    *,
+    axis_name: str,
+    eps: float,
+    implementation: str | Sequence[str] | None = None,
+    config: DecodeLayerConfig | None = None,
+) -> tuple[
+    Float[Array, "D R"],
+    tuple[Float[Array, "M N H"], Float[Array, "M 2 K H"]] | None,
+    AllReduceWorkspace | None,
+]:
+    """`decode_layer` of which each device of a mesh axis has some heads and features.
+
+    Weights `out` and `down` are split by their input features, `gate_up` and `qkv` by
+    their output features, so that each device has gate and up projection of the same
+    features, and whole groups of heads. The residual stream and the scales of norms are
+    whole on each. It is called inside `jax.shard_map` (with ``check_vma=False``) on the
+    arrays of one device, with all mesh axes manual.
+
+    The kernel adds up over devices within its launch, without a barrier: parts of sums
+    go to the peers in bfloat16, and are added in fp32 in the order of the devices, so
+    that the residual has the same bits on all of them. The mesh has the devices of one
+    process in the order of `jax.devices()`.
+
+    Args:
+        attended: as in `decode_layer`, the heads of this device.
+        residual: as there.
+        layer: as there, what this device has.
+        projection: as there, with the heads of this device.
+        workspace: from `pallas_kernels.collective_matmul.make_all_reduce_workspace` for
+            D R numbers, or the call before; None where XLA computes.
+        axis_name: the mesh axis.
+        eps: as in `decode_layer`.
+        implementation: as there; "mosaic_gpu" is for 2, 4 or 8 devices.
+        config: as there.
+
+    Returns:
+        ``(residual, (queries, keys and values), workspace)``: as there, the heads of
+        this device; and the workspace of the next call.
+
+    Raises:
+        ValueError: as there, or there is no such axis.
+        Unsupported: as there, also if the workspace is too small, or the axis has
+            another number of devices.
+        ExceptionGroup: as there.
+        NotImplementedError: as there.
+    """
+    call = _Call(eps, config, axis_name)
+    given = attended, residual, layer, projection
+    return _run(given, workspace, call, implementation)
 
 
 def declines(
@@ -179,6 +225,8 @@ def declines(
     residual: Float[Array, "D R"],
     layer: LayerWeights,
     projection: NextProjection | None = None,
+    workspace: AllReduceWorkspace | None = None,
+    axis_name: str | None = None,
 ) -> str | None:
     """Why the kernel cannot serve a call of `decode_layer` here; None if it can.
 
@@ -187,14 +235,48 @@ def declines(
         residual: as there.
         layer: as there.
         projection: as there.
+        workspace: of `tensor_parallel_decode_layer`, where it is this that is called.
+        axis_name: as there.
     """
-    problem = _problem(attended, residual, layer, projection)
-    operands = _operands(attended, residual, layer, projection)
+    given = attended, residual, layer, projection
+    problem = _problem(*given, devices=_devices(axis_name))
     try:
-        _check_kernel(operands, problem, DeviceSpec.current())
+        _check_kernel(_operands(*given), problem, workspace, axis_name)
     except Unsupported as reason:
         return str(reason)
     return None
+
+
+def _devices(axis_name: str | None) -> int:
+    """How many devices have a part of the layer."""
+    if axis_name is None:
+        return 1
+    return Call.over(axis_name, out_dtype=jnp.dtype(jnp.bfloat16)).size
+
+
+def _run(
+    given: tuple[Array, Array, LayerWeights, NextProjection | None],
+    workspace: AllReduceWorkspace | None,
+    call: "_Call",
+    implementation: str | Sequence[str] | None,
+) -> Any:
+    check_config("decode_layer", call.config, DecodeLayerConfig)
+    problem = _problem(*given, devices=_devices(call.axis_name))
+    message = "decode_layer has no derivatives: it is for inference"
+    residual, q, kv, workspace = dispatch(
+        "decode_layer",
+        {"mosaic_gpu": _mosaic_gpu, "xla": _xla},
+        implementation,
+        no_derivative(_operands(*given), message),
+        workspace,
+        problem,
+        call,
+    )
+    if not problem.projects:
+        return residual, None, workspace
+    p = problem
+    q = q.reshape(p.m, p.heads, p.head_dim)
+    return residual, (q, kv.reshape(p.m, 2, p.kv_heads, p.head_dim)), workspace
 
 
 def _operands(
@@ -217,10 +299,10 @@ _WEIGHTS = ("bfloat16", *WEIGHT_DTYPES)
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    problem: Problem
     eps: float
     config: DecodeLayerConfig | None
-    device: DeviceSpec | None
+    axis_name: str | None = None
+    """The mesh axis over which the layer is split, if it is."""
 
 
 def _problem(
@@ -228,6 +310,7 @@ def _problem(
     residual: Array,
     layer: LayerWeights,
     projection: NextProjection | None,
+    devices: int,
 ) -> Problem:
     """The sizes of a call.
 
@@ -296,18 +379,22 @@ def _problem(
         head_dim=head_dim,
         bias=projection is not None and projection.bias is not None,
         weights=layer.out.dtype.name,
+        devices=devices,
     )
 
 
 def _check_kernel(
-    operands: dict[str, Array], problem: Problem, device: DeviceSpec | None
+    operands: dict[str, Array],
+    problem: Problem,
+    workspace: AllReduceWorkspace | None,
+    axis_name: str | None,
 ) -> DeviceSpec:
     """The device, if the kernel can serve a call on it.
 
     Raises:
         Unsupported: it cannot.
     """
-    device = check_hopper(device, "decode_layer")
+    device = check_hopper(DeviceSpec.current(), "decode_layer")
     check_local("decode_layer", *operands.values())
     kinds = {
         operands[name].dtype.name
@@ -322,27 +409,67 @@ def _check_kernel(
             f" {_WEIGHTS}; use implementation='xla'"
         )
     problem.check()
+    if axis_name is not None:
+        over = Call.over(axis_name, out_dtype=jnp.dtype(jnp.bfloat16), device=device)
+        check_mesh("decode_layer", over)
+        _check_workspace(workspace, problem)
     return device
 
 
-def _mosaic_gpu(operands: dict[str, Array], call: _Call) -> Any:
-    device = _check_kernel(operands, call.problem, call.device)
+def _check_workspace(workspace: AllReduceWorkspace | None, problem: Problem) -> None:
+    """Checks that parts of sums have room.
+
+    Raises:
+        Unsupported: they have not.
+    """
+    needed, given = problem.d_model * problem.rows, None
+    if workspace is not None:
+        _, devices, chunks, line = workspace.cells.shape
+        if devices == problem.devices and chunks * line >= needed:
+            return
+        given = f"one for {chunks * line} of {devices}"
+    raise Unsupported(
+        f"decode_layer: the kernel needs a workspace for {needed} numbers of"
+        f" {problem.devices} devices, got {given}; make it by"
+        " make_all_reduce_workspace, or use implementation='xla'"
+    )
+
+
+def _mosaic_gpu(
+    operands: dict[str, Array],
+    workspace: AllReduceWorkspace | None,
+    problem: Problem,
+    call: _Call,
+) -> Any:
+    device = _check_kernel(operands, problem, workspace, call.axis_name)
+    if call.axis_name is not None:
+        # XLA fuses a slice with the kernel that reads it, and the fusion loses the
+        # aliasing of the workspace.
+        operands = lax.optimization_barrier(operands)
     return mosaic_gpu.decode_layer(
         operands,
-        problem=call.problem,
+        problem=problem,
         config=call.config or DecodeLayerConfig(),
         device=device,
         eps=call.eps,
+        workspace=workspace,
+        axis_name=call.axis_name,
     )
 
 
-def _xla(operands: dict[str, Array], call: _Call) -> Any:
+def _xla(
+    operands: dict[str, Array],
+    workspace: AllReduceWorkspace | None,
+    problem: Problem,
+    call: _Call,
+) -> Any:
     no_config("decode_layer", call.config)
-    p = call.problem
-    return xla.decode_layer(
+    residual, q, kv = xla.decode_layer(
         operands,
-        heads=p.heads,
-        kv_heads=p.kv_heads,
-        head_dim=p.head_dim,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
         eps=call.eps,
+        axis_name=call.axis_name,
     )
+    return residual, q, kv, workspace

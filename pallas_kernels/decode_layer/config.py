@@ -82,6 +82,8 @@ class Problem:
     """Whether queries, keys and values have a bias."""
     weights: str = "bfloat16"
     """Type of the weights: that, or int8 or float8_e4m3fn with scales."""
+    devices: int = 1
+    """Devices that have a part of the layer each; the sizes are those of a part."""
 
     @property
     def weight_dtype(self) -> jnp.dtype:
@@ -196,6 +198,8 @@ class Stage:
     """Number of the norm whose factors of each row multiply the sums."""
     half: int = 0
     """Groups between the two of a unit; 0 where they are neighbours."""
+    over_devices: int | None = None
+    """Which sum over devices the sums are parts of, 0 or 1; None: they are whole."""
     tile_k: int = 64
     workers: int = 1
     """Blocks."""
@@ -384,6 +388,7 @@ class Schedule:
                 k=p.features,
                 n=p.d_model,
                 epilogue="add",
+                over_devices=0 if p.devices > 1 else None,
                 **cut,
             ),
             Stage(
@@ -402,6 +407,7 @@ class Schedule:
                 k=p.d_ff,
                 n=p.d_model,
                 epilogue="add",
+                over_devices=1 if p.devices > 1 else None,
                 **cut,
             ),
         ]

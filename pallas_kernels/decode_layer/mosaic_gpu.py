@@ -28,6 +28,9 @@ tiles alone finishes it from registers. Sums of other columns go through global 
 in fp32; whoever finishes them adds them in a fixed order, so that the bits of a row
 depend on neither time nor the other rows.
 
+Where devices have a part of the layer each, those of `out` and `down` are sums over
+devices, too: `peers` adds them, before what follows the matmul.
+
 An RMS norm is ``x * scale * factor`` with one factor a row: the epilogue before it
 stores ``x * scale``, the factor is computed while the next matmul runs, and multiplies
 its sums.
@@ -53,6 +56,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.collective_matmul.all_reduce import AllReduceWorkspace
 from pallas_kernels.decode_layer.config import (
     GROUP,
     TILE_GROUPS,
@@ -66,6 +70,7 @@ from pallas_kernels.decode_layer.config import (
     quotient,
     remainder,
 )
+from pallas_kernels.decode_layer.peers import Peers
 from pallas_kernels.decode_layer.turned import store_turned
 from pallas_kernels.mosaic import DeviceSpec, check_smem, smem_transforms
 from pallas_kernels.mosaic.aliases import Ref, Scalar
@@ -131,9 +136,14 @@ class _Block:
     """What a block does: the three roles, and the epilogues."""
 
     def __init__(
-        self, schedule: Schedule, eps: float, refs: Mapping[str, Ref], scratch: Any
+        self,
+        schedule: Schedule,
+        eps: float,
+        refs: Mapping[str, Ref],
+        scratch: Any,
+        axis_name: str | None = None,
     ) -> None:
-        self.schedule, self.eps = schedule, eps
+        self.schedule, self.eps, self.axis_name = schedule, eps, axis_name
         self.refs, self.scratch = refs, scratch
         self.problem, self.stages = schedule.problem, schedule.stages
         self.worker = lax.axis_index("worker")
@@ -505,12 +515,24 @@ class _Block:
         epilogue = getattr(self, stage.epilogue)(stage, place)
         if self.problem.narrow:
             epilogue = self.scaled(stage, place, epilogue)
+        if stage.over_devices is not None:
+            epilogue = self.added(stage.over_devices, place, epilogue)
         if stage.norm is None:
             return epilogue
         if factors is None:
             factors = self.load_factors(stage.norm, place)
         columns = lax.broadcast_in_dim(factors, place.shape, (1,))
         return lambda sums: epilogue([values * columns for values in sums])
+
+    def added(self, number: int, place: _Place, epilogue: _Epilogue) -> _Epilogue:
+        """An epilogue of parts that it adds over devices."""
+        peers = Peers(
+            cells=self.refs["cells"],
+            turn=self.refs["turns"][0],
+            axis_name=self.axis_name or "",
+            rows=self.problem.rows,
+        )
+        return lambda parts: epilogue(peers.add(number, place.groups, place.row, parts))
 
     def scaled(self, stage: Stage, place: _Place, epilogue: _Epilogue) -> _Epilogue:
         """An epilogue of sums that it multiplies by the scales of the weight."""
@@ -739,7 +761,7 @@ def _outputs(schedule: Schedule) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("problem", "config", "device", "eps")
+    jax.jit, static_argnames=("problem", "config", "device", "eps", "axis_name")
 )  # the layers of a model are traced and lowered once
 def decode_layer(
     operands: Mapping[str, jax.Array],
@@ -748,7 +770,9 @@ def decode_layer(
     config: DecodeLayerConfig,
     device: DeviceSpec,
     eps: float,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    workspace: AllReduceWorkspace | None = None,
+    axis_name: str | None = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, AllReduceWorkspace | None]:
     """Computes a layer from one attention to the next on a Hopper GPU.
 
     Args:
@@ -761,10 +785,13 @@ def decode_layer(
         config: how to cut it.
         device: the Hopper GPU that the kernel is built for.
         eps: added to the mean squares of both norms.
+        workspace: cells of this device for sums over devices, where there are several;
+            all are empty, and they hold `d_model` times the padded rows.
+        axis_name: the mesh axis of these devices.
 
     Returns:
-        ``(residual, queries, keys and values)``, the last two [M,N H] and [M,2 K H], or
-        None.
+        ``(residual, queries, keys and values, workspace)``: [M,N H] and [M,2 K H] or
+        None; the workspace is that of the next call.
 
     Raises:
         Unsupported: sizes or shared memory do not fit.
@@ -775,14 +802,17 @@ def decode_layer(
         device,
         f"decode_layer with {config}",
     )
-    names, outputs = [*operands, "counters"], _outputs(schedule)
+    outputs = _outputs(schedule)
     own = operands["mlp_norm"][0]
     shared = operands["cos"][0, 0] if problem.projects else own
-    counters = zeros_like_no_others(schedule.counters, shared, own)
+    written = {"counters": zeros_like_no_others(schedule.counters, shared, own)}
+    if workspace is not None:
+        written |= workspace._asdict()
+    written = {name: jax.new_ref(array) for name, array in written.items()}
 
     def body(*refs: Ref, **scratch: Ref) -> None:
-        named = dict(zip([*names, *outputs], refs, strict=True))
-        block = _Block(schedule, eps, named, scratch)
+        named = dict(zip([*operands, *written, *outputs], refs, strict=True))
+        block = _Block(schedule, eps, named, scratch, axis_name)
         warpgroup = lax.axis_index("warpgroup")
 
         def copies() -> None:
@@ -809,8 +839,13 @@ def decode_layer(
         thread_name="warpgroup",
         kernel_name="decode_layer",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=1024
+            approx_math=True,
+            reduction_scratch_bytes=1024,
+            skip_device_barrier=workspace is not None,
         ),
-    )(*operands.values(), jax.new_ref(counters))
+    )(*operands.values(), *written.values())
     found = dict(zip(outputs, results, strict=True))
-    return found["new_residual"], found.get("q"), found.get("kv")
+    after = None
+    if workspace is not None:
+        after = AllReduceWorkspace(*(jax.freeze(written[n]) for n in workspace._fields))
+    return found["new_residual"], found.get("q"), found.get("kv"), after

@@ -14,6 +14,7 @@ def decode_layer(
     kv_heads: int,
     head_dim: int,
     eps: float,
+    axis_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """What `mosaic_gpu.decode_layer` computes, with sums of matmuls in fp32.
 
@@ -23,6 +24,7 @@ def decode_layer(
         kv_heads: key/value heads.
         head_dim: features of a head.
         eps: added to the mean squares of both norms.
+        axis_name: mesh axis over which the layer is split, if it is.
 
     Returns:
         ``(residual, queries, keys and values)``, as there.
@@ -41,10 +43,13 @@ def decode_layer(
         scale = operands[name].astype(jnp.float32)
         return (x * lax.rsqrt(mean + eps) * scale).astype(dtype)
 
+    def over_devices(part: jax.Array) -> jax.Array:
+        return part if axis_name is None else lax.psum(part, axis_name)
+
     x = operands["residual"].T[:m]  # [M,D]
-    x = x + matmul(operands["attended"], "out")
+    x = x + over_devices(matmul(operands["attended"], "out"))
     gate, up = jnp.split(matmul(norm(x, "mlp_norm"), "gate_up"), 2, axis=-1)
-    x = x + matmul((jax.nn.silu(gate) * up).astype(dtype), "down")
+    x = x + over_devices(matmul((jax.nn.silu(gate) * up).astype(dtype), "down"))
     rows = operands["residual"].shape[1]
     residual = jnp.pad(x, ((0, rows - m), (0, 0))).T
     if "qkv" not in operands:

@@ -91,11 +91,11 @@ def test_sums_of_the_kernel_give_the_tokens_of_xla(monkeypatch):
     assert relative_error(logprobs_here[live], logprobs[live]) < RELATIVE[BF16]
 
 
-def choose(name, *, devices=2, elements=4096, dtype=BF16, rules=None, ids=None):
+def choose(name, *, devices=2, elements=4096, dtype=BF16, rules=None, ids=None, **more):
     there = jax.devices()[:devices] if ids is None else [jax.devices()[i] for i in ids]
     mesh = make_mesh({"tensor": len(there)}, there)
     rules = fsdp_tp() if rules is None else rules
-    return Sums.choose(name, mesh, rules, elements=elements, dtype=dtype)
+    return Sums.choose(name, mesh, rules, elements=elements, dtype=dtype, **more)
 
 
 def test_who_sums_what(monkeypatch):
@@ -109,6 +109,8 @@ def test_who_sums_what(monkeypatch):
         assert choose(None, ids=[1, 0]) is None
     with use_device(H200):
         assert choose(None) is None  # not measured
+        in_layers = choose(None, needed=lambda sums: sums.elements == 4096)
+        assert in_layers is not None and in_layers.axis == "tensor"
         assert choose("low_latency") is not None
     assert choose(None) is None
 

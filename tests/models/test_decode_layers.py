@@ -11,10 +11,20 @@ from flax import nnx
 from jaxscale.models import Decoder, decode_layers, quantize
 from jaxscale.models.families.llama import llama_tiny
 from jaxscale.nn import PagedRows
+from jaxscale.sharding import create, fsdp_tp, make_mesh
+from jaxscale.sharding.decode_all_reduce import Sums
+from pallas_kernels.collective_matmul import ops
+from pallas_kernels.decode_layer import api
 from pallas_kernels.dispatch import recorded
 from pallas_kernels.mosaic import H200, use_device
 from tests.decoding import decode, nan_pages
+from tests.interpreter import interpret_mosaic_gpu
+from tests.pallas_kernels.collective_matmul.test_low_latency import SMALL
+from tests.pallas_kernels.decode_layer import test_decode_layer
 from tests.tolerances import relative_error
+
+
+del test_decode_layer  # it has registered what the interpreter calls
 
 
 def make(dtype=jnp.float32, **changes):
@@ -121,6 +131,84 @@ def test_few_rows_take_the_kernel_by_themselves(weights):
         with use_device(H200), recorded() as choices:
             jax.eval_shape(model.run_blocks, *step(model, rows))
         assert (("decode_layer", "mosaic_gpu") in choices) is takes
+
+
+def on_devices(count, dtype=jnp.float32, **changes):
+    """A decoder whose heads and hidden features are split."""
+    mesh, rules = make_mesh({"tensor": count}, jax.devices()[:count]), fsdp_tp()
+    config = dataclasses.replace(llama_tiny(), num_layers=2, **changes)
+    options = {"dtype": dtype, "param_dtype": dtype, "rules": rules}
+    model = create(lambda: Decoder(config, rngs=nnx.Rngs(0), **options), mesh, rules)
+    return model.for_inference(), mesh
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_logits_of_devices_that_split_heads_are_those_of_the_blocks(weights):
+    model, mesh = on_devices(2, attention_bias=True)
+    if weights is not None:
+        model = quantize(model, weights)
+    tokens = jax.random.randint(jax.random.key(1), (3, 8), 0, model.config.vocab_size)
+    run = jax.jit(lambda model: decode(model, tokens, 4, 1, 1, 1, 1))
+    with jax.set_mesh(mesh):
+        want, pages = run(model)
+        model.decode_layer = "xla"
+        with recorded() as choices:
+            found, again = run(model)
+    assert ("decode_layer", "xla") in choices
+    np.testing.assert_allclose(found, want, atol=2e-5)
+    np.testing.assert_allclose(again, pages, atol=2e-5)
+
+
+SPLIT = WIDE | {"d_ff": 512, "num_heads": 4, "num_kv_heads": 2}
+
+
+def sums_of(rows, device):
+    """The sums of so many rows of the model `SPLIT`."""
+    elements = 8 * -(-rows // 8) * SPLIT["d_model"]
+    bf16 = jnp.dtype(jnp.bfloat16)
+    return Sums(axis="tensor", elements=elements, dtype=bf16, device=device)
+
+
+def test_the_kernel_adds_over_devices(monkeypatch):
+    for module in (api, ops):
+        monkeypatch.setattr(module, "check_hopper", lambda *_: SMALL)
+    model, mesh = on_devices(2, jnp.bfloat16, **SPLIT)
+    tokens = jax.random.randint(jax.random.key(1), (3, 6), 0, model.config.vocab_size)
+
+    def run(model, workspace=None):
+        return decode(model, tokens, 4, 1, 1, workspace=workspace)[0]
+
+    with jax.set_mesh(mesh):
+        model.decode_layer = None
+        want = jax.jit(run)(model)
+        model.decode_layer = "auto"
+        with interpret_mosaic_gpu(concurrent_blocks=True) as found:
+            run_here = jax.jit(
+                lambda model: run(model, sums_of(3, SMALL).begin()),
+                # It aborts on the constants of callbacks.
+                compiler_options={"xla_disable_hlo_passes": "cse"},
+            )
+            assert relative_error(run_here(model), want) < 0.05
+            assert found.kernels == 1 + 2 * 2  # it begins; layers of tokens
+
+
+def test_devices_take_the_kernel_where_they_have_a_workspace():
+    model, mesh = on_devices(2, jnp.bfloat16, **SPLIT)
+    with jax.set_mesh(mesh), use_device(H200):
+        assert model.adds_in_layers(32, sums_of(32, H200).begin)
+        assert not model.adds_in_layers(64, sums_of(64, H200).begin)
+        assert not model.adds_in_layers(32, sums_of(8, H200).begin)  # too small
+        x, state = step(model, 32)
+        for workspace, takes in ((sums_of(32, H200).begin, True), (None, False)):
+            with recorded() as choices:
+                jax.eval_shape(
+                    lambda begin=workspace: model.run_blocks(
+                        x, dataclasses.replace(state, workspace=begin and begin())
+                    )[0]
+                )
+            assert (("decode_layer", "mosaic_gpu") in choices) is takes
+        model.decode_layer = None
+        assert not model.adds_in_layers(32, sums_of(32, H200).begin)
 
 
 def test_more_rows_or_tokens_run_as_blocks():

@@ -48,6 +48,7 @@ from jaxscale.models.adapters import adapter_names, with_adapters
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import PAGES_AXES, SCALES_AXES
 from jaxscale.sharding.decode_all_reduce import AllReduce, Sums
+from pallas_kernels.decode_layer.config import padded_rows
 from pallas_kernels.varlen_attention.paged import gathers_pages
 
 
@@ -155,7 +156,7 @@ class Runner:
         mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
         self.mesh: Mesh | None = mesh
         self.devices = list(where.device_set if mesh is None else mesh.devices.flat)
-        self._sums(self.buckets[0])  # raises
+        self._sums(self.buckets[0], model)  # raises
         ngrams = config.shortest_ngram, config.longest_ngram
         gathers = self._gathers()
 
@@ -225,16 +226,18 @@ class Runner:
         """Those of `programs` that compute the model, whose names end with `kind`."""
         config, jit = self.config, self._jit
         pages, slots, _, history = self._state()
-        state = jax.tree.map(_shape_of, params), pages, slots, history
+        shapes = jax.tree.map(_shape_of, params)
+        state = shapes, pages, slots, history
+        model: Any = jax.tree.unflatten(programs.tree, shapes)
         for bucket, steps, drafts in decode_sizes(config, self.buckets):
             sizes = {"bucket": bucket, "steps": steps, "drafts": drafts}
             rows = bucket * (1 + drafts)
-            sums = self._sums(rows)
+            sums = self._sums(rows, model)
             fn = functools.partial(programs.decode, **sizes, sums=sums)
             key = _decode_key(**sizes, kind=kind)
             yield key, jit(fn, (1, 2, 3), "psss", rows), state
         for bucket in filter(is_power, self.buckets):
-            sums = self._sums(bucket)
+            sums = self._sums(bucket, model)
             fn = functools.partial(programs.forward, bucket=bucket, sums=sums)
             yield ("forward" + kind, bucket), jit(fn, (1, 3), "pss", bucket), state
         for tokens, bucket in () if kind else self._mixed:
@@ -556,15 +559,16 @@ class Runner:
             history = self._shape((count, config.longest), jnp.int32)
         return pages, slots, counts, history
 
-    def _sums(self, rows: int) -> Sums | None:
+    def _sums(self, rows: int, model: Decoder) -> Sums | None:
         """The all-reduce for this many tokens of a step; None is XLA's."""
         with self._on_mesh():
             return Sums.choose(
                 self._all_reduce,
                 self.mesh,
                 self.rules,
-                elements=rows * self.model_config.d_model,
+                elements=padded_rows(rows) * self.model_config.d_model,
                 dtype=self.dtype,
+                needed=lambda sums: model.adds_in_layers(rows, sums.begin),
             )
 
     def _sharding(self, axes: tuple[str | None, ...] = ()) -> Any:

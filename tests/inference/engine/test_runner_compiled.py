@@ -242,6 +242,21 @@ def test_sums_of_ours_do_not_end_a_graph(sums, graphs):
     assert graphs_of(found) == graphs
 
 
+@pytest.mark.exhaustive  # kernels that add over devices have a test of their own
+@pytest.mark.parametrize(("rows", "weights"), [(2, None), (32, "int8")])
+def test_a_layer_is_one_launch_on_each_of_two_devices(rows, weights):
+    """By itself, and with the sums of both: XLA sums only what the table gives."""
+    arguments = "llama3_8b", 512, ["decode", rows, 4], False, 32, weights, None, "auto"
+    found = compile_for_h200(program, *arguments, count=2)
+    assert found.aliased >= pool("llama3_8b", 512, 2)
+    layers = [k for k in found.kernels if k.name == "decode_layer"]
+    assert len(layers) == 2 and not any(k.spilled for k in layers)
+    assert [k.name for k in found.kernels].count("low_latency_all_reduce") == 1
+    assert max(found.sizes("copy")) < 4096 * 8  # a small part of the cells
+    assert found.count("all-reduce") == found.count("all-gather") == 1
+    assert graphs_of(found) == 2  # the layers, and sampling
+
+
 def graphs_of(found):
     """How many CUDA graphs the host starts in a step, from its loop on."""
     starts = [thunk.strip().split()[0] for thunk in found.thunks]

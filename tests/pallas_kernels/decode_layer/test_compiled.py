@@ -1,8 +1,23 @@
 """A decoder layer compiled for H200s: one kernel, no spills, no weight copied."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from pallas_kernels.mosaic import H200
 from tests.compiled import compile_for_h200
+from tests.pallas_kernels.decode_layer.test_decode_layer import operands
+from tests.pallas_kernels.decode_layer.test_gpu import LLAMA3_8B
+from tests.pallas_kernels.decode_layer.test_peers import (
+    P,
+    begin,
+    layer_of,
+    local_problem,
+    split,
+)
 from tests.registers import kernels
 from tests.tiers import exhaustive
 
@@ -22,3 +37,51 @@ def test_it_is_one_launch_and_spills_nothing(name):
     started = [x for x in found.thunks if x.split()[0] != "kCommandBuffer"]
     assert [x.split()[0] for x in started] == ["kCustomKernel", "kCustomCall"]
     assert found.count("copy") == found.count("transpose") == 0
+
+
+def layers_over_devices(devices, m, weights, count):
+    """Two steps of two layers of LLaMA 3 8B, and between them what attention is."""
+    mesh = jax.sharding.Mesh(np.array(devices), ("tensor",))
+    size = len(devices)
+    problem = dataclasses.replace(LLAMA3_8B, m=m, weights=weights)
+    local = local_problem(problem, size)
+    shapes = jax.eval_shape(lambda: split(problem, operands(problem), size))
+
+    def run(given):
+        given = jax.tree.map(lambda a: a[0], given)
+
+        def step(carry, _):
+            attended, residual, workspace = carry
+            for _ in range(count):
+                here = given | {"attended": attended, "residual": residual}
+                residual, q, _, workspace = layer_of(local, here, workspace, H200)
+                attended = jnp.tanh(q).reshape(attended.shape)
+            return (attended, residual, workspace), None
+
+        carry = given["attended"], given["residual"], begin(problem, H200)
+        (attended, residual, _), _ = jax.lax.scan(step, carry, length=2)
+        return attended[None], residual[None]
+
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=P("tensor"), out_specs=P("tensor"), check_vma=False
+    )
+    where = jax.sharding.NamedSharding(mesh, P("tensor"))
+    return jax.jit(mapped), (
+        jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), shapes
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "m", "weights"),
+    [(2, 32, "int8"), *exhaustive((2, 1, "bfloat16"), (4, 32, "float8_e4m3fn"))],
+)
+def test_sums_over_devices_stay_in_their_memory(size, m, weights):
+    """A copy between two calls would lose what a peer wrote before it."""
+    found = compile_for_h200(layers_over_devices, m, weights, 2, count=size)
+    named = [(k.name, k.spilled) for k in found.kernels]
+    assert ("decode_layer", 0) in named and all(not spilled for _, spilled in named)
+    cells = 2 * size * 4096 * max(8, m) * 4
+    assert max(found.sizes("copy"), default=0) < cells // 4
+    assert found.count("all-reduce") == 0

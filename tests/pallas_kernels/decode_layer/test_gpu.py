@@ -105,7 +105,7 @@ def test_a_real_layer_is_right_and_repeats(m, weights):
 @pytest.mark.parametrize(("m", "weights"), [(64, ""), (32, "int8")])
 def test_a_row_does_not_depend_on_the_others(m, weights):
     problem, given = real(m, weights)
-    residual, q, kv = run(problem, given)
+    residual, q, kv, _ = run(problem, given)
     some = {
         "attended": given["attended"][:8],
         **{name: given[name][:, :8] for name in ("residual", "cos", "sin")},
