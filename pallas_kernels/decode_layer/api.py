@@ -16,7 +16,9 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.decode_layer import mosaic_gpu, xla
 from pallas_kernels.decode_layer.config import (
+    SPARSE_TILE,
     DecodeLayerConfig,
+    Kept,
     Problem,
     padded_rows,
 )
@@ -24,6 +26,7 @@ from pallas_kernels.dispatch import Unsupported, dispatch, no_config, no_derivat
 from pallas_kernels.mosaic import DeviceSpec, check_hopper
 from pallas_kernels.partition import check_local
 from pallas_kernels.quantized_matmul.api import WEIGHT_DTYPES
+from pallas_kernels.tile_sparse_matmul import TileSparse
 from pallas_kernels.tuned_configs import check_config
 
 
@@ -35,17 +38,18 @@ from pallas_kernels.tuned_configs import check_config
 class LayerWeights:
     """Weights of a layer after its attention; all but the norm in one type.
 
-    Weights of int8 or float8_e4m3fn are turned, [features,inputs], as those of
+    A projection may be a `TileSparse` without `columns`; all are, or none. Weights of
+    int8 or float8_e4m3fn are turned, [features,inputs], as those of
     `pallas_kernels.quantized_matmul`, and all have scales of their features, in fp32.
     """
 
-    out: Shaped[Array, "NH D"]
+    out: Shaped[Array, "NH D"] | TileSparse
     """Projection of the attention's output."""
     mlp_norm: Shaped[Array, "D"]
     """Scale of the RMS norm before the feed-forward network."""
-    gate_up: Shaped[Array, "D F2"]
+    gate_up: Shaped[Array, "D F2"] | TileSparse
     """Gate projection, and behind it up projection."""
-    down: Shaped[Array, "F D"]
+    down: Shaped[Array, "F D"] | TileSparse
     out_scale: Float[Array, "D"] | None = None
     gate_up_scale: Float[Array, "F2"] | None = None
     down_scale: Float[Array, "D"] | None = None
@@ -59,14 +63,14 @@ class NextProjection:
 
     norm: Shaped[Array, "D"]
     """Scale of the RMS norm before the attention."""
-    qkv: Shaped[Array, "D C"]
+    qkv: Shaped[Array, "D C"] | TileSparse
     """Projections of queries, keys and values, one behind the other."""
     qkv_scale: Float[Array, "C"] | None = None
     bias: Shaped[Array, "C"] | None = None
     cos: Float[Array, "pairs R"]
     """Cosines of the rotary embedding, see `rotation`."""
     sin: Float[Array, "pairs R"]
-    out: Shaped[Array, "NH D"] | None = None
+    out: Shaped[Array, "NH D"] | TileSparse | None = None
     """Projection of the attention's output there, which is read ahead; or None."""
     heads: int = dataclasses.field(metadata={"static": True})
     """N."""
@@ -141,8 +145,9 @@ def decode_layer(
         eps: added to the mean squares of both norms.
         implementation: "mosaic_gpu" (Hopper; bfloat16, weights of that or of 8 bits, up
             to 64 requests; head dim, hidden features and those of attention multiples
-            of 128, model features and columns of q, k and v of 256; one device), "xla",
-            a sequence of these, or None for the first that can.
+            of 128, model features and columns of q, k and v of 256; tile-sparse weights
+            in bfloat16, with tiles of 128 columns, none of them pruned; one device),
+            "xla", a sequence of these, or None for the first that can.
         config: how the kernel cuts a layer; None is the default. XLA takes none.
 
     Returns:
@@ -151,12 +156,14 @@ def decode_layer(
 
     Raises:
         ValueError: shapes or types disagree, or the config is another op's.
-        Unsupported: the implementation named cannot serve the arguments here.
+        Unsupported: the implementation named cannot serve the arguments here, or
+            columns of a tile-sparse weight are pruned.
         ExceptionGroup: none of several implementations can.
         NotImplementedError: the call is differentiated.
     """
     check_config("decode_layer", config, DecodeLayerConfig)
     problem = _problem(attended, residual, layer, projection)
+    _check_sparse(layer, projection)
     operands = _operands(attended, residual, layer, projection)
     call = _Call(problem, eps, config, DeviceSpec.current())
     message = "decode_layer has no derivatives: it is for inference"
@@ -191,6 +198,7 @@ def declines(
     problem = _problem(attended, residual, layer, projection)
     operands = _operands(attended, residual, layer, projection)
     try:
+        _check_sparse(layer, projection)
         _check_kernel(operands, problem, DeviceSpec.current())
     except Unsupported as reason:
         return str(reason)
@@ -205,10 +213,36 @@ def _operands(
     for part in parts:
         for field in () if part is None else dataclasses.fields(part):
             value = getattr(part, field.name)
-            if not isinstance(value, int | None):
-                is_next = isinstance(part, NextProjection) and field.name == "out"
-                operands["next_out" if is_next else field.name] = value
+            if isinstance(value, int | None):
+                continue
+            is_next = isinstance(part, NextProjection) and field.name == "out"
+            name = "next_out" if is_next else field.name
+            if not isinstance(value, TileSparse):
+                operands[name] = value
+            elif is_next:  # as rows of 8 KiB
+                operands[name] = value.values.reshape(-1, 32 * value.tile)
+            else:  # layers that differ in what else it holds are traced once
+                operands[name], operands[f"{name}_rows"] = value.values, value.rows
+                operands[f"{name}_counts"] = value.counts
     return operands
+
+
+def _kept(weights: list[Any]) -> tuple[Kept, ...]:
+    """How many rows tile-sparse weights keep; () of dense ones.
+
+    Raises:
+        ValueError: some are dense, or a weight is stacked.
+    """
+    sparse = [w for w in weights if isinstance(w, TileSparse)]
+    if not sparse:
+        return ()
+    if len(sparse) < len(weights) or any(w.values.ndim != 3 for w in sparse):
+        raise ValueError(
+            "weights are of types"
+            f" {sorted({type(w).__name__ for w in weights})}; all are tile-sparse with"
+            " values [T,P,G], or none is"
+        )
+    return tuple(Kept(w.room, not w.equal_counts) for w in sparse)
 
 
 _WEIGHTS = ("bfloat16", *WEIGHT_DTYPES)
@@ -235,6 +269,9 @@ def _problem(
         ValueError: shapes or types disagree.
     """
     m, features = attended.shape
+    products = [layer.out, layer.gate_up, layer.down]
+    products += [] if projection is None else [projection.qkv]
+    kept = _kept(products)
     narrow = layer.out.dtype.itemsize == 1
     turn = -1 if narrow else 1
     (_, d), (f, _) = layer.out.shape[::turn], layer.down.shape[::turn]
@@ -296,6 +333,7 @@ def _problem(
         head_dim=head_dim,
         bias=projection is not None and projection.bias is not None,
         weights=layer.out.dtype.name,
+        kept=kept,
     )
 
 
@@ -323,6 +361,26 @@ def _check_kernel(
         )
     problem.check()
     return device
+
+
+def _check_sparse(*parts: LayerWeights | NextProjection | None) -> None:
+    """Refuses tile-sparse weights that neither implementation takes.
+
+    Raises:
+        Unsupported: columns of one are pruned, or it has other tiles.
+    """
+    for part in parts:
+        for name in ("out", "gate_up", "down", "qkv"):
+            w = getattr(part, name, None)
+            if not isinstance(w, TileSparse):
+                continue
+            if w.columns is not None or w.tile != SPARSE_TILE:
+                pruned = "no" if w.columns is None else "pruned"
+                raise Unsupported(
+                    f"decode_layer: {name} has tiles of {w.tile} columns and {pruned}"
+                    f" columns left out, it takes tiles of {SPARSE_TILE} and all"
+                    " columns; use tile_sparse_matmul, or prune rows alone"
+                )
 
 
 def _mosaic_gpu(operands: dict[str, Array], call: _Call) -> Any:

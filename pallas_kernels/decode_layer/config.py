@@ -27,6 +27,9 @@ UNIT = 2
 TILE_GROUPS = WARPGROUPS * UNIT
 """Groups of a tile of a weight."""
 
+SPARSE_TILE = UNIT * GROUP
+"""Columns of a tile of a tile-sparse weight: the features of two groups."""
+
 MOST_ROWS = 64
 """Requests that the kernel takes: more are better off with kernels for matmuls."""
 
@@ -64,6 +67,16 @@ class DecodeLayerConfig:
                 raise ValueError(f"{name} {value!r}, expected None or at least {size}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """How many rows the tiles of a tile-sparse weight keep."""
+
+    room: int
+    """The most that a tile may keep: a multiple of 64."""
+    uneven: bool
+    """Whether tiles keep fewer, as counts in device memory say."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
     """A layer: its sizes, and what the call leaves out."""
@@ -82,6 +95,8 @@ class Problem:
     """Whether queries, keys and values have a bias."""
     weights: str = "bfloat16"
     """Type of the weights: that, or int8 or float8_e4m3fn with scales."""
+    kept: tuple[Kept, ...] = ()
+    """Of tile-sparse weights: `out`, `gate_up`, `down` and, if any, `qkv`."""
 
     @property
     def weight_dtype(self) -> jnp.dtype:
@@ -124,6 +139,11 @@ class Problem:
                 size % pair == 0 for size in (self.d_ff, self.features, self.head_dim)
             ),
         }
+        if self.kept:
+            rooms = [kept.room for kept in self.kept]
+            reasons[f"tiles of at most {rooms} rows, expected multiples of {GROUP}"] = (
+                all(room > 0 and room % GROUP == 0 for room in rooms)
+            )
         for reason, fits in reasons.items():
             if not fits:
                 raise Unsupported(f"decode_layer: {reason}; use implementation='xla'")
@@ -196,6 +216,11 @@ class Stage:
     """Number of the norm whose factors of each row multiply the sums."""
     half: int = 0
     """Groups between the two of a unit; 0 where they are neighbours."""
+    sparse: bool = False
+    """Whether the weight is tile-sparse: `k` is then the most rows that a tile keeps,
+    and a tile of the kernel takes its input features from two tiles of the weight."""
+    uneven: bool = False
+    """Whether the depth of a column is known on the device alone."""
     tile_k: int = 64
     workers: int = 1
     """Blocks."""
@@ -203,7 +228,7 @@ class Stage:
 
     @property
     def depth(self) -> int:
-        """Tiles of a column."""
+        """Tiles of a column; of uneven ones the most."""
         return self.k // self.tile_k
 
     @property
@@ -257,6 +282,30 @@ class Stage:
         )
         numbers = zip(*(vars(x).values() for x in (whole, in_turn)), strict=True)
         return Piece(*(where(index < self.whole, a, b) for a, b in numbers))
+
+    def sparse_tiles(self, column: Any) -> tuple[Any, Any]:
+        """The two tiles of a tile-sparse weight that a column consists of.
+
+        Example:
+            >>> heads = Stage(weight="qkv", source="x", k=64, n=512, half=1,
+            ...               epilogue="rotate", sparse=True)
+            >>> heads.sparse_tiles(1)
+            (2, 3)
+            >>> dataclasses.replace(heads, half=4).sparse_tiles(1)  # of two halves
+            (1, 3)
+        """
+        if not self.halves_apart:
+            return 2 * column, 2 * column + 1
+        first, second = self.groups(2 * column)
+        return quotient(first, UNIT), quotient(second, UNIT)
+
+    @property
+    def halves_apart(self) -> bool:
+        """Whether the two groups of a unit lie in two tiles of a tile-sparse weight.
+
+        If not, each of the two units of a column is such a tile.
+        """
+        return self.half > 1
 
     def is_alone(self, piece: Piece) -> Any:
         """Whether its block finishes its units from registers."""
@@ -377,31 +426,38 @@ class Schedule:
             "rows": p.rows,
         }
         heads = p.heads + 2 * p.kv_heads
+
+        def depth(number: int, k: int) -> dict[str, Any]:
+            if not p.kept:
+                return {"k": k}
+            kept = p.kept[number]
+            return {"k": kept.room, "sparse": True, "uneven": kept.uneven}
+
         found = [
             Stage(
                 weight="out",
                 source="attended",
-                k=p.features,
                 n=p.d_model,
                 epilogue="add",
+                **depth(0, p.features),
                 **cut,
             ),
             Stage(
                 weight="gate_up",
                 source="normed_0",
-                k=p.d_model,
                 n=2 * p.d_ff,
                 epilogue="swiglu",
                 norm=0,
                 half=p.d_ff // GROUP,
+                **depth(1, p.d_model),
                 **cut,
             ),
             Stage(
                 weight="down",
                 source="hidden",
-                k=p.d_ff,
                 n=p.d_model,
                 epilogue="add",
+                **depth(2, p.d_ff),
                 **cut,
             ),
         ]
@@ -409,11 +465,11 @@ class Schedule:
             qkv = Stage(
                 weight="qkv",
                 source="normed_1",
-                k=p.d_model,
                 n=heads * p.head_dim,
                 epilogue="rotate",
                 norm=1,
                 half=p.head_dim // (2 * GROUP),
+                **depth(3, p.d_model),
                 **cut,
             )
             found.append(qkv)
@@ -448,7 +504,9 @@ class Schedule:
         """Tiles of activations in flight."""
         rows = self.problem.rows
         # So many that six tiles of weights have room beside them, up to 32 requests.
-        if self.problem.narrow:  # whose tiles are larger
+        if self.problem.kept:  # two tiles of each
+            default = max(2, min(8, 96 // rows))
+        elif self.problem.narrow:  # whose tiles are larger
             default = 4 if rows <= 24 else 3
         else:
             default = 8 if rows <= 24 else 7 if rows <= 32 else 5
@@ -458,7 +516,8 @@ class Schedule:
     def fixed_bytes(self) -> int:
         """Shared memory besides the ring of weights."""
         rows = self.problem.rows
-        slot = smem_bytes((rows, self.tile_k), jnp.bfloat16)
+        tiles = 2 if self.problem.kept else 1
+        slot = smem_bytes((tiles, rows, self.tile_k), jnp.bfloat16)
         return self.activation_slots * slot + 4096
 
     @property

@@ -53,6 +53,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.decode_layer import gathered
 from pallas_kernels.decode_layer.config import (
     GROUP,
     TILE_GROUPS,
@@ -137,6 +138,14 @@ class _Block:
         self.refs, self.scratch = refs, scratch
         self.problem, self.stages = schedule.problem, schedule.stages
         self.worker = lax.axis_index("worker")
+        # Of the first column: memory answers before a role needs it.
+        self.first_depths = {
+            stage.weight: gathered.depth(
+                refs, stage, stage.piece(self.worker, 0).column
+            )
+            for stage in self.stages
+            if stage.uneven
+        }
         # One for each shared unit of each stage, each stage, and each norm.
         units, stages = schedule.first_units, len(self.stages)
         self.of_units = units[:-1]
@@ -158,7 +167,17 @@ class _Block:
         """
 
         def one(index: Scalar, carry: Any) -> Any:
-            return body(stage.piece(self.worker, index), carry)
+            piece = stage.piece(self.worker, index)
+            if stage.uneven:
+                piece = gathered.cut_to(
+                    piece,
+                    lax.cond(
+                        index == 0,
+                        lambda: self.first_depths[stage.weight],
+                        lambda: gathered.depth(self.refs, stage, piece.column),
+                    ),
+                )
+            return body(piece, carry)
 
         return lax.fori_loop(0, stage.pieces(self.worker), one, carry)
 
@@ -224,9 +243,13 @@ class _Block:
                 for number in range(WARPGROUPS):
                     unit = piece.column * WARPGROUPS + number
                     for j, group in enumerate(stage.groups(unit)):
-                        tile = rows, pl.ds(group * GROUP, GROUP)
+                        tile: Any = rows, pl.ds(group * GROUP, GROUP)
+                        if self.problem.narrow:
+                            tile = tile[::-1]
+                        elif stage.sparse:
+                            tile = gathered.tile_of(rows, group)
                         plgpu.copy_gmem_to_smem(
-                            weight.at[tile[::-1] if self.problem.narrow else tile],
+                            weight.at[tile],
                             ring["smem"].at[slot, number * UNIT + j],
                             ring["full"].at[slot],
                         )
@@ -278,6 +301,7 @@ class _Block:
                     ring["full"].at[slot],
                 )
 
+            gather = gathered.Gather(self, stage) if stage.sparse else None
             if i:
                 self.wait(self.ready[i - 1], self.stages[i - 1].finished)
                 proxy_fence()  # pyright: ignore[reportCallIssue]
@@ -285,7 +309,10 @@ class _Block:
                 # Not later: who finishes a column needs them to go on, and copies wait
                 # for it.
                 self.factors(stage.norm)
-            carry = self.stream(stage, "activations", copy, carry)
+            if gather is not None:
+                carry = gather.stream(source, ring, carry[0]), carry[1]
+            else:
+                carry = self.stream(stage, "activations", copy, carry)
         drain(ring, carry[0], self.schedule.activation_slots)
 
     def compute(self, number: Scalar) -> None:
@@ -359,7 +386,13 @@ class _Block:
                 plgpu.barrier_wait(activations["full"].at[x])
                 plgpu.barrier_wait(weights["full"].at[w])
                 tiles = [weights["smem"].at[w, number * UNIT + j] for j in range(UNIT)]
-                self.multiply_tile(stage, accs, tiles, activations["smem"].at[x])
+                sources = [activations["smem"].at[x]] * UNIT
+                if stage.sparse:
+                    sources = [
+                        activations["smem"].at[x, j if stage.halves_apart else number]
+                        for j in range(UNIT)
+                    ]
+                self.multiply_tile(stage, accs, tiles, sources)
                 plgpu.wgmma_wait(0)
                 if self.problem.narrow:
                     # The copy engine may write what registers have read.
@@ -389,23 +422,21 @@ class _Block:
         stage: Stage,
         accs: Sequence[Ref],
         weights: Sequence[Ref],
-        activations: Ref,
+        activations: Sequence[Ref],
     ) -> None:
-        """Starts to add the products of the groups' tiles and the activations.
+        """Starts to add the products of the groups' tiles and their activations.
 
         Tensor cores read bfloat16 as it lies there, [tile_k,64]; 8 bits, [64,tile_k],
         are widened on their way through registers.
         """
         if not self.problem.narrow:
-            for acc, weight in zip(accs, weights, strict=True):
-                plgpu.wgmma(
-                    acc, weight.transpose((1, 0)), activations.transpose((1, 0))
-                )
+            for acc, weight, tokens in zip(accs, weights, activations, strict=True):
+                plgpu.wgmma(acc, weight.transpose((1, 0)), tokens.transpose((1, 0)))
             return
         load, widen = load_pairs, widen_pairs
         if self.in_pairs(stage.source):
             load, widen = load_words, widen_words
-        tokens = activations.transpose((1, 0))
+        tokens = activations[0].transpose((1, 0))
         # All at once: none is asked for when the first is multiplied.
         loaded = [load(weight) for weight in weights]
         for acc, values in zip(accs, loaded, strict=True):
@@ -706,7 +737,9 @@ def _scratch_types(schedule: Schedule) -> dict[str, Any]:
             transforms=smem_transforms(line, weight_dtype),
         ),
         "activations": plgpu.SMEM(
-            (activations, rows, tile_k), jnp.bfloat16, transforms=transforms
+            (activations, *([2] if schedule.problem.kept else []), rows, tile_k),
+            jnp.bfloat16,
+            transforms=transforms,
         ),
         "weights_full": plgpu.Barrier(num_arrivals=TILE_GROUPS, num_barriers=weights),
         "weights_empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=weights),

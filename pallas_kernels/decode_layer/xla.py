@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.decode_layer.reference import tile_sparse
+from pallas_kernels.tile_sparse_matmul import tile_sparse_matmul
+
 
 def decode_layer(
     operands: Mapping[str, jax.Array],
@@ -30,6 +33,9 @@ def decode_layer(
     dtype, m = operands["attended"].dtype, operands["attended"].shape[0]
 
     def matmul(x: jax.Array, name: str) -> jax.Array:
+        if (sparse := tile_sparse(operands, name)) is not None:
+            y = tile_sparse_matmul(x.astype(dtype), sparse, implementation="xla")
+            return y.astype(jnp.float32)
         weight, scale = operands[name], operands.get(f"{name}_scale")
         if scale is not None:
             weight = weight.astype(dtype).T
