@@ -28,7 +28,6 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.decode_layer.config import (
     GROUP,
-
     UNIT,
     Piece,
     Stage,
@@ -44,8 +43,8 @@ _THREADS = 128
 _LINE = 128
 """Bytes of 64 input features of a token."""
 _NUMBERS = 64
-"""Numbers that a thread holds on their way."""
-_MOST_STEPS = 4
+"""Numbers that a thread may hold on their way."""
+_MOST_STEPS = 8
 
 
 def depth(refs: Mapping[str, Ref], stage: Stage, column: Scalar) -> Scalar:
@@ -83,12 +82,12 @@ class Gather:
     def __init__(self, block: Any, stage: Stage) -> None:
         self.block, self.stage = block, stage
         self.rows = stage.rows
-        self.steps = max(1, min(_MOST_STEPS, _NUMBERS // self.rows))
+        self.steps = max(1, min(_MOST_STEPS, _NUMBERS // block.problem.m))
         self.kept = block.refs[f"{stage.weight}_rows"]
         self.first = self.indices(stage.piece(block.worker, 0), jnp.int32(0))
 
     def indices(self, piece: Piece, begin: Scalar) -> tuple[jax.Array, ...]:
-        """The indices of some steps of a piece, of the room's last ones past its end."""
+        """The indices of some steps of a piece, past its end any of the room."""
         _, room = self.kept.shape
         at = [tile * room for tile in self.stage.sparse_tiles(piece.column)]
         found = []
@@ -181,9 +180,7 @@ def load_kept(kept: Ref, first: Scalar, second: Scalar) -> jax.Array:
         i32 = ir.IntegerType.get_signless(32)
         thread = _thread()
         is_first = arith.cmpi(arith.CmpIPredicate.ult, thread, _i32(GROUP))
-        begin = arith.select(
-            is_first, first.registers.item(), second.registers.item()
-        )
+        begin = arith.select(is_first, first.registers.item(), second.registers.item())
         at = arith.addi(begin, arith.remui(thread, _i32(GROUP)))
         address = utils.getelementptr(utils.memref_ptr(kept), [at], i32)
         loaded = llvm.load(ir.VectorType.get((1,), i32), address, alignment=4)

@@ -9,9 +9,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.tile_sparse_matmul import TileSparse
 
 
-def tile_sparse(
-    operands: Mapping[str, jax.Array], name: str
-) -> TileSparse | None:
+def tile_sparse(operands: Mapping[str, jax.Array], name: str) -> TileSparse | None:
     """A weight from its arrays; None of a dense one.
 
     Args:

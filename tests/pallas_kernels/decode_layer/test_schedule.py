@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels.decode_layer.config import (
     WARPGROUPS,
     DecodeLayerConfig,
+    Kept,
     Problem,
     Schedule,
 )
@@ -119,6 +120,10 @@ class Roles:
 def problem_of(spec):
     sizes = dataclasses.asdict(spec)
     del sizes["name"]
+    keep, uneven = sizes.pop("keep"), sizes.pop("uneven")
+    if keep < 1:
+        rooms = [int(k * keep) for k, _ in spec.products.values()]
+        sizes["kept"] = tuple(Kept(room, uneven) for room in rooms)
     return Problem(features=spec.heads * spec.head_dim, **sizes)
 
 

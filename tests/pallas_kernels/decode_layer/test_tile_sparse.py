@@ -2,13 +2,12 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_layer import decode_layer
-from pallas_kernels.decode_layer.config import Kept, Problem
+from pallas_kernels.decode_layer import declines, decode_layer
+from pallas_kernels.decode_layer.config import DecodeLayerConfig, Kept, Schedule
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.tile_sparse_matmul import TileSparse
@@ -92,3 +91,66 @@ EQUAL, UNEVEN = (64,), (130, 0, 64, 63, 1)
 def test_interpreted_kernel_equals_the_reference(changes, counts, num_sms, config):
     problem, given, _ = sparse(dataclasses.replace(TINY, **changes), counts)
     check(problem, given, interpreted(problem, given, num_sms, **config))
+
+
+def test_a_row_does_not_depend_on_the_others():
+    problem, given, _ = sparse(dataclasses.replace(TINY, m=16), UNEVEN)
+    found = interpreted(problem, given, 2, **FEW)
+    attended = given["attended"].at[8:].multiply(-3)
+    again = interpreted(problem, given | {"attended": attended}, 2, **FEW)
+    for a, b in zip(found, again, strict=True):
+        one, other = (x.T if len(x) == problem.d_model else x for x in (a, b))
+        np.testing.assert_array_equal(one[:8], other[:8])
+        assert not np.array_equal(one[8:], other[8:])
+
+
+def test_room_that_no_tile_needs_is_not_read():
+    """Past the steps of the fuller tile of a column: values and indices."""
+    problem, given, _ = sparse(dataclasses.replace(TINY, m=2), UNEVEN)
+    want = interpreted(problem, given, 2)
+    poisoned = dict(given)
+    for stage in schedule_of(problem).stages:
+        name, counts = stage.weight, np.asarray(given[f"{stage.weight}_counts"])
+        values = np.asarray(given[name]).copy()
+        for column in range(stage.columns):
+            tiles = list(stage.sparse_tiles(column))
+            values[tiles, -(-counts[tiles].max() // 64) * 64 :] = np.nan
+        poisoned[name] = jnp.asarray(values)
+    for a, b in zip(interpreted(problem, poisoned, 2), want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def schedule_of(problem):
+    return Schedule(problem=problem, config=DecodeLayerConfig(), device=H200)
+
+
+@pytest.mark.parametrize("changes", [{"m": 5, "bias": True}, {"m": 16} | LAST])
+def test_xla_equals_the_reference(changes):
+    problem = dataclasses.replace(TINY, **changes)
+    problem, given, public = sparse(problem, UNEVEN)
+    residual, heads = decode_layer(*arguments(problem, public), eps=EPS)
+    heads = [
+        None if x is None else x.reshape(problem.m, -1) for x in heads or (None,) * 2
+    ]
+    check(problem, given, (residual, *heads))
+
+
+def test_errors_say_what_to_do():
+    problem, _, public = sparse(TINY, EQUAL)
+    attended, residual, layer, projection = arguments(problem, public)
+    dense = operands(TINY)
+    with pytest.raises(ValueError, match="all are tile-sparse"):
+        mixed = dataclasses.replace(layer, down=dense["down"])
+        decode_layer(attended, residual, mixed, projection, eps=EPS)
+    columns = np.arange(256)
+    w = TileSparse.from_dense(
+        dense["down"], jnp.ones((256, 256), bool), tile=128, columns=columns[::-1]
+    )
+    with pytest.raises(Unsupported, match=r"down .* pruned columns"):
+        pruned_columns = dataclasses.replace(layer, down=w)
+        decode_layer(attended, residual, pruned_columns, projection, eps=EPS)
+    narrow = TileSparse.from_dense(dense["down"], jnp.ones((256, 256), bool), tile=64)
+    with use_device(H200):
+        args = attended, residual, dataclasses.replace(layer, down=narrow), projection
+        assert "tiles of 64 columns" in str(declines(*args))
+        assert declines(attended, residual, layer, projection) is None
