@@ -370,9 +370,9 @@ def decode_layer_cases() -> Iterator[Case]:
 
 
 def tile_sparse_shapes(shape: tuple[int, int], s: DecodeLayerSpec) -> TileSparse:
-    """A weight of a decoder layer; uneven ones have room for twice as many rows."""
+    """A weight of a decoder layer."""
     k, n = shape
-    room, tiles = int(k * s.keep) * (2 if s.uneven else 1), n // 128
+    room, tiles = s.room(k), n // 128
     leaves = (
         array(tiles, room, 128),
         array(tiles, room, dtype=INT32),

@@ -2,8 +2,9 @@
 
 Layers as of LLaMA take `pallas_kernels.decode_layer` in place of ten launches: what
 follows the attention of a layer and what precedes that of the next are one kernel. It
-is for one GPU, dense weights in bfloat16 or all in the same 8 bits, and up to 64 rows
-of one token; all else runs block by block (`jaxscale.models.stack`).
+is for one GPU, weights in bfloat16, all dense or all tile-sparse, or all in the same 8
+bits, and up to 64 rows of one token; all else runs block by block
+(`jaxscale.models.stack`).
 
 Legend: B rows, T tokens of a row, D model.
 """
@@ -12,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -23,6 +25,7 @@ from jaxscale.nn.linear import RowParallelLinear, project_together
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import Attention
+from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from pallas_kernels.decode_layer import (
     LayerWeights,
     NextProjection,
@@ -32,6 +35,7 @@ from pallas_kernels.decode_layer import (
     from_residual,
     rotation,
 )
+from pallas_kernels.tile_sparse_matmul import TileSparse
 
 
 _log = logging.getLogger(__name__)
@@ -144,7 +148,8 @@ def run(
 
 def _are_plain(blocks: Sequence[Any], variants: Sequence[AttentionConfig]) -> bool:
     """Whether blocks are serial, with RMS norms of one epsilon before attention and a
-    SwiGLU network, dense or all in the same 8 bits, and heads are rotated as a whole.
+    SwiGLU network, dense, tile-sparse or all in the same 8 bits, and heads are rotated
+    as a whole.
     """
     norms = [n for b in blocks for n in (b.attention_norm, b.mlp_norm)]
     plain_norms = all(type(n) is RMSNorm and not n.plus_one for n in norms)
@@ -176,15 +181,27 @@ def _is_plain(block: Any) -> bool:
         and mlp.activation == "swiglu"
         and (
             all(map(_is_whole, layers))
+            or all(map(_keeps_columns, layers))
             or (
                 all(type(layer) is JoinedLinear for layer in joined)
                 and all(type(layer) is RowParallelLinear for layer in rows)
                 and all(layer.dtype == layer.kernel.dtype for layer in layers)
             )
         )
-        and all(layer.shards == 1 for layer in joined)
-        and all(layer.low_rank is None for layer in layers)
+        and all(getattr(layer, "shards", 1) == 1 for layer in joined)
+        and all(getattr(layer, "low_rank", None) is None for layer in layers)
         and all(part is None for part in (*more, mlp.joined.bias))
+    )
+
+
+def _keeps_columns(layer: Any) -> bool:
+    """Whether a layer is tile-sparse, on one device, and none of its columns pruned."""
+    return (
+        type(layer) is TileSparseLinear
+        and layer.metadata is None
+        and layer.columns is None
+        and len(layer.values[...]) == 1
+        and layer.dtype == layer.values[...].dtype
     )
 
 
@@ -200,7 +217,12 @@ def _is_whole(layer: Any) -> bool:
 def _kinds(block: Any) -> list[Any]:
     attention, mlp = block.attention, block.mlp
     layers = attention.joined, attention.out, mlp.joined, mlp.down
-    return [(type(layer) is QuantizedLinear, layer.kernel.dtype) for layer in layers]
+    return [
+        (TileSparseLinear, layer.values[...].dtype)
+        if isinstance(layer, TileSparseLinear)
+        else (type(layer) is QuantizedLinear, layer.kernel.dtype)
+        for layer in layers
+    ]
 
 
 def _rotates_heads(config: AttentionConfig) -> bool:
@@ -221,8 +243,15 @@ def _weights(block: Any) -> LayerWeights:
     )
 
 
-def _kernel(name: str, layer: Any) -> dict[str, Array]:
+def _sparse(layer: TileSparseLinear) -> TileSparse:
+    """The one shard of a weight."""
+    return jax.tree.map(lambda leaf: leaf[0], layer.weight)
+
+
+def _kernel(name: str, layer: Any) -> dict[str, Any]:
     """A weight, and its scales if it has 8 bits."""
+    if isinstance(layer, TileSparseLinear):
+        return {name: _sparse(layer)}
     found = {name: layer.kernel[...]}
     if isinstance(layer, QuantizedLinear):
         found[f"{name}_scale"] = layer.scale[...]
@@ -247,7 +276,7 @@ def _projection(
         bias=None if joined.bias is None else joined.bias[...],
         cos=cos,
         sin=sin,
-        out=block.attention.out.kernel[...],
+        out=_kernel("out", block.attention.out)["out"],
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
     )

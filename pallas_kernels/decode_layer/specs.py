@@ -24,7 +24,7 @@ class DecodeLayerSpec:
     """Share of the input features that each tile of 128 columns keeps; below one,
     weights are tile-sparse."""
     uneven: bool = False
-    """Whether tiles keep more or fewer, that on average."""
+    """Whether tiles keep from half to one and a half times as many."""
 
     @property
     def products(self) -> dict[str, tuple[int, int]]:
@@ -37,6 +37,10 @@ class DecodeLayerSpec:
             "down": (self.d_ff, self.d_model),
             "qkv": (self.d_model, columns),
         }
+
+    def room(self, k: int) -> int:
+        """The most rows that a tile of a tile-sparse weight keeps of `k`."""
+        return round(k * self.keep * (1.5 if self.uneven else 1) / 64) * 64
 
 
 _MODELS = {

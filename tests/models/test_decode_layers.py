@@ -1,6 +1,7 @@
 """Decoding with one launch between two attentions, beside the blocks one by one."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,12 @@ from flax import nnx
 
 from jaxscale.models import Decoder, decode_layers, quantize
 from jaxscale.models.families.llama import llama_tiny
-from jaxscale.nn import PagedRows
+from jaxscale.models.stack import unstacked
+from jaxscale.nn import PagedRows, TileSparseLinear
+from jaxscale.pruning.layers import linears, replace_linears
 from pallas_kernels.dispatch import recorded
 from pallas_kernels.mosaic import H200, use_device
+from pallas_kernels.tile_sparse_matmul import TileSparse
 from tests.decoding import decode, nan_pages
 from tests.tolerances import relative_error
 
@@ -130,6 +134,62 @@ def test_more_rows_or_tokens_run_as_blocks():
         assert not chosen(model, 128)
         assert not chosen(model, 12)
         assert not chosen(model, 2, queries=3)
+
+
+def pruned(model):
+    """Three quarters of the rows of each tile left out, all columns kept."""
+
+    def convert(_, layer):
+        k, n = layer.kernel.shape
+        scores = jax.random.uniform(jax.random.key(k + n), (k, n // 128))
+        mask = jnp.repeat(scores < jnp.quantile(scores, 0.25), 128, axis=1)
+        weight = TileSparse.from_dense(layer.kernel[...], mask, tile=128)
+        return TileSparseLinear(
+            TileSparse.stack([weight]),
+            split=None,
+            kernel_axes=layer.kernel_axes,
+            out_axes=layer.out_axes,
+            dtype=layer.dtype,
+            rules=layer.rules,
+        )
+
+    for i, block in enumerate(model.blocks):
+        names = linears(block)
+        layers = {n: functools.partial(convert, n) for n in names}
+        model.blocks[i] = replace_linears(block, layers)
+    return model.for_inference()
+
+
+def apart(dtype=jnp.float32):
+    """A model whose layers are not joined."""
+    config = dataclasses.replace(llama_tiny(), num_layers=3, **WIDE)
+    model = Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
+    return unstacked(model)
+
+
+def test_logits_of_a_pruned_model_are_those_of_the_blocks():
+    model = pruned(apart())
+    tokens = jax.random.randint(jax.random.key(1), (3, 8), 0, model.config.vocab_size)
+    want, pages = decode(model, tokens, 4, 1, 1, 1, 1)
+    model.decode_layer = "xla"
+    with recorded() as choices:
+        found, again = decode(model, tokens, 4, 1, 1, 1, 1)
+    assert ("decode_layer", "xla") in choices
+    np.testing.assert_allclose(found, want, atol=2e-5)
+    np.testing.assert_allclose(again, pages, atol=2e-5)
+
+
+def test_tile_sparse_weights_take_the_kernel_if_all_are():
+    with use_device(H200):
+        model = pruned(apart(jnp.bfloat16))
+        assert chosen(model) and chosen(model, 32)
+        out = model.blocks[1].attention.out
+        out.columns = nnx.data(nnx.Variable(jnp.arange(256)[None]))
+        assert not chosen(model)
+        out.columns = None
+        assert chosen(model)
+        model.blocks[1] = make(jnp.bfloat16, **WIDE).blocks[1]
+        assert not chosen(model)
 
 
 @pytest.mark.gpu

@@ -122,7 +122,7 @@ def problem_of(spec):
     del sizes["name"]
     keep, uneven = sizes.pop("keep"), sizes.pop("uneven")
     if keep < 1:
-        rooms = [int(k * keep) for k, _ in spec.products.values()]
+        rooms = [spec.room(k) for k, _ in spec.products.values()]
         sizes["kept"] = tuple(Kept(room, uneven) for room in rooms)
     return Problem(features=spec.heads * spec.head_dim, **sizes)
 
