@@ -399,7 +399,7 @@ class Attention(nnx.Module):
         self.query_norm, self.key_norm = head_norm(), head_norm()
 
     @property
-    def inputs(self) -> tuple[nnx.Module, ...]:
+    def inputs(self) -> tuple[Any, ...]:
         """The layers that make queries, keys and values."""
         if self.joined is None:
             return self.query, self.key, self.value
@@ -414,7 +414,8 @@ class Attention(nnx.Module):
         join_inputs(self, ("query", "key", "value"), shards)
         if can_join_sparse(self.inputs):
             self.joined = nnx.data(join_sparse(self.inputs))
-            self.query = self.key = self.value = None
+            for name in ("query", "key", "value"):
+                setattr(self, name, None)
         if self.joined is None and isinstance(self.query, TileSparseLinear):
             join_inputs(self, ("key", "value"), shards)
 
