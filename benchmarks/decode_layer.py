@@ -25,13 +25,16 @@ from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from pallas_kernels.decode_layer import (
     LayerWeights,
     NextProjection,
+    SharedTileSparse,
     as_residual,
     decode_layer,
     from_residual,
     reference,
     rotation,
+    share,
 )
 from pallas_kernels.decode_layer.specs import SPECS, DecodeLayerSpec
+from pallas_kernels.mosaic import H200, DeviceSpec
 from pallas_kernels.tile_sparse_matmul import TileSparse
 
 
@@ -107,7 +110,8 @@ def tile_sparse(s, k, n, key):
         None,
         jnp.argsort(-counts) if s.uneven else None,
     )
-    return TileSparse.tree_unflatten(((k, n), 1, not s.uneven, None), leaves)
+    w = TileSparse.tree_unflatten(((k, n), 1, not s.uneven, None), leaves)
+    return share(w, DeviceSpec.current() or H200)
 
 
 def chain(params, run):
@@ -162,9 +166,9 @@ def blocks(params):
             )
         return model
 
-    def sparse(module, w):
+    def sparse(module, shared):
         return TileSparseLinear(
-            TileSparse.stack([w]),
+            jax.tree.map(lambda leaf: leaf[None], shared.weight),
             split=None,
             kernel_axes=module.kernel_axes,
             out_axes=module.out_axes,
@@ -231,9 +235,7 @@ def definition(params):
         given = {"attended": attended, "residual": residual}
         for part in (layer, projection):
             for k, v in vars(part).items():
-                if isinstance(v, TileSparse):
-                    given[k] = v.to_dense()
-                elif isinstance(v, jax.Array):
+                if isinstance(v, jax.Array | SharedTileSparse):
                     given[k] = v
         residual, qkv = reference.decode_layer(
             given, heads=s.heads + s.kv_heads, head_dim=s.head_dim, eps=EPS

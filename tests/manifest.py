@@ -46,7 +46,13 @@ from pallas_kernels.collective_matmul import (
 from pallas_kernels.collective_matmul.specs import ROWS, TENSOR_PARALLEL
 from pallas_kernels.collective_matmul.specs import SPECS as COLLECTIVE
 from pallas_kernels.collective_matmul.tunable import problems as collective_problems
-from pallas_kernels.decode_layer import LayerWeights, NextProjection, decode_layer
+from pallas_kernels.decode_layer import (
+    LayerWeights,
+    NextProjection,
+    SharedTileSparse,
+    decode_layer,
+    share,
+)
 from pallas_kernels.decode_layer.specs import SPECS as DECODE_LAYER
 from pallas_kernels.decode_layer.specs import DecodeLayerSpec
 from pallas_kernels.encode_layer import EncodeLayerWeights, encode_layer
@@ -369,7 +375,7 @@ def decode_layer_cases() -> Iterator[Case]:
         yield Case(s.name, run, (attended, residual, layer, projection))
 
 
-def tile_sparse_shapes(shape: tuple[int, int], s: DecodeLayerSpec) -> TileSparse:
+def tile_sparse_shapes(shape: tuple[int, int], s: DecodeLayerSpec) -> SharedTileSparse:
     """A weight of a decoder layer."""
     k, n = shape
     room, tiles = s.room(k), n // 128
@@ -381,7 +387,8 @@ def tile_sparse_shapes(shape: tuple[int, int], s: DecodeLayerSpec) -> TileSparse
         None,
         array(tiles, dtype=INT32) if s.uneven else None,
     )
-    return TileSparse.tree_unflatten((shape, 1, not s.uneven, None), leaves)
+    w = TileSparse.tree_unflatten((shape, 1, not s.uneven, None), leaves)
+    return jax.eval_shape(functools.partial(share, device=H200), w)
 
 
 def scaled_matmul_cases() -> Iterator[Case]:

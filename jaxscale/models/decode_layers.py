@@ -29,13 +29,13 @@ from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from pallas_kernels.decode_layer import (
     LayerWeights,
     NextProjection,
+    SharedTileSparse,
     as_residual,
     declines,
     decode_layer,
     from_residual,
     rotation,
 )
-from pallas_kernels.tile_sparse_matmul import TileSparse
 
 
 _log = logging.getLogger(__name__)
@@ -64,8 +64,10 @@ def faster(blocks: Any, rows: int) -> str | None:
         >>> faster(blocks, 32), faster(blocks, 64)
         ('mosaic_gpu', None)
     """
-    few = rows <= MOST_ROWS and not isinstance(blocks, Block)
-    return "mosaic_gpu" if few else None
+    if rows > MOST_ROWS or isinstance(blocks, Block):
+        return None
+    pruned = isinstance(blocks[0].attention.out, TileSparseLinear)  # not timed yet
+    return None if pruned else "mosaic_gpu"
 
 
 def runs(
@@ -181,7 +183,7 @@ def _is_plain(block: Any) -> bool:
         and mlp.activation == "swiglu"
         and (
             all(map(_is_whole, layers))
-            or all(map(_keeps_columns, layers))
+            or all(map(_is_one_shard, layers))
             or (
                 all(type(layer) is JoinedLinear for layer in joined)
                 and all(type(layer) is RowParallelLinear for layer in rows)
@@ -194,12 +196,11 @@ def _is_plain(block: Any) -> bool:
     )
 
 
-def _keeps_columns(layer: Any) -> bool:
-    """Whether a layer is tile-sparse, on one device, and none of its columns pruned."""
+def _is_one_shard(layer: Any) -> bool:
+    """Whether a layer is tile-sparse, on one device."""
     return (
         type(layer) is TileSparseLinear
         and layer.metadata is None
-        and layer.columns is None
         and len(layer.values[...]) == 1
         and layer.dtype == layer.values[...].dtype
     )
@@ -243,9 +244,11 @@ def _weights(block: Any) -> LayerWeights:
     )
 
 
-def _sparse(layer: TileSparseLinear) -> TileSparse:
+def _sparse(layer: TileSparseLinear) -> SharedTileSparse:
     """The one shard of a weight."""
-    return jax.tree.map(lambda leaf: leaf[0], layer.weight)
+    plan = None if layer.plan is None else layer.plan[...]
+    weight, plan = jax.tree.map(lambda leaf: leaf[0], (layer.weight, plan))
+    return SharedTileSparse(weight=weight, plan=plan)
 
 
 def _kernel(name: str, layer: Any) -> dict[str, Any]:

@@ -10,15 +10,19 @@ from pallas_kernels.decode_layer.api import (
     rotation,
 )
 from pallas_kernels.decode_layer.config import DecodeLayerConfig
+from pallas_kernels.decode_layer.shares import SHARED_TILE, SharedTileSparse, share
 
 
 __all__ = [
+    "SHARED_TILE",
     "DecodeLayerConfig",
     "LayerWeights",
     "NextProjection",
+    "SharedTileSparse",
     "as_residual",
     "declines",
     "decode_layer",
     "from_residual",
     "rotation",
+    "share",
 ]

@@ -16,17 +16,16 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.decode_layer import mosaic_gpu, xla
 from pallas_kernels.decode_layer.config import (
-    SPARSE_TILE,
     DecodeLayerConfig,
     Kept,
     Problem,
     padded_rows,
 )
+from pallas_kernels.decode_layer.shares import SHARED_TILE, SharedTileSparse
 from pallas_kernels.dispatch import Unsupported, dispatch, no_config, no_derivative
 from pallas_kernels.mosaic import DeviceSpec, check_hopper
 from pallas_kernels.partition import check_local
 from pallas_kernels.quantized_matmul.api import WEIGHT_DTYPES
-from pallas_kernels.tile_sparse_matmul import TileSparse
 from pallas_kernels.tuned_configs import check_config
 
 
@@ -38,18 +37,18 @@ from pallas_kernels.tuned_configs import check_config
 class LayerWeights:
     """Weights of a layer after its attention; all but the norm in one type.
 
-    A projection may be a `TileSparse` without `columns`; all are, or none. Weights of
+    A projection may be a `TileSparse` that blocks `share`; all are, or none. Weights of
     int8 or float8_e4m3fn are turned, [features,inputs], as those of
     `pallas_kernels.quantized_matmul`, and all have scales of their features, in fp32.
     """
 
-    out: Shaped[Array, "NH D"] | TileSparse
+    out: Shaped[Array, "NH D"] | SharedTileSparse
     """Projection of the attention's output."""
     mlp_norm: Shaped[Array, "D"]
     """Scale of the RMS norm before the feed-forward network."""
-    gate_up: Shaped[Array, "D F2"] | TileSparse
+    gate_up: Shaped[Array, "D F2"] | SharedTileSparse
     """Gate projection, and behind it up projection."""
-    down: Shaped[Array, "F D"] | TileSparse
+    down: Shaped[Array, "F D"] | SharedTileSparse
     out_scale: Float[Array, "D"] | None = None
     gate_up_scale: Float[Array, "F2"] | None = None
     down_scale: Float[Array, "D"] | None = None
@@ -63,14 +62,14 @@ class NextProjection:
 
     norm: Shaped[Array, "D"]
     """Scale of the RMS norm before the attention."""
-    qkv: Shaped[Array, "D C"] | TileSparse
+    qkv: Shaped[Array, "D C"] | SharedTileSparse
     """Projections of queries, keys and values, one behind the other."""
     qkv_scale: Float[Array, "C"] | None = None
     bias: Shaped[Array, "C"] | None = None
     cos: Float[Array, "pairs R"]
     """Cosines of the rotary embedding, see `rotation`."""
     sin: Float[Array, "pairs R"]
-    out: Shaped[Array, "NH D"] | TileSparse | None = None
+    out: Shaped[Array, "NH D"] | SharedTileSparse | None = None
     """Projection of the attention's output there, which is read ahead; or None."""
     heads: int = dataclasses.field(metadata={"static": True})
     """N."""
@@ -145,9 +144,8 @@ def decode_layer(
         eps: added to the mean squares of both norms.
         implementation: "mosaic_gpu" (Hopper; bfloat16, weights of that or of 8 bits, up
             to 64 requests; head dim, hidden features and those of attention multiples
-            of 128, model features and columns of q, k and v of 256; tile-sparse weights
-            in bfloat16, with tiles of 128 columns, none of them pruned; one device),
-            "xla", a sequence of these, or None for the first that can.
+            of 128, model features and columns of q, k and v of 256; one device), "xla",
+            a sequence of these, or None for the first that can.
         config: how the kernel cuts a layer; None is the default. XLA takes none.
 
     Returns:
@@ -156,14 +154,12 @@ def decode_layer(
 
     Raises:
         ValueError: shapes or types disagree, or the config is another op's.
-        Unsupported: the implementation named cannot serve the arguments here, or
-            columns of a tile-sparse weight are pruned.
+        Unsupported: the implementation named cannot serve the arguments here.
         ExceptionGroup: none of several implementations can.
         NotImplementedError: the call is differentiated.
     """
     check_config("decode_layer", config, DecodeLayerConfig)
     problem = _problem(attended, residual, layer, projection)
-    _check_sparse(layer, projection)
     operands = _operands(attended, residual, layer, projection)
     call = _Call(problem, eps, config, DeviceSpec.current())
     message = "decode_layer has no derivatives: it is for inference"
@@ -198,7 +194,6 @@ def declines(
     problem = _problem(attended, residual, layer, projection)
     operands = _operands(attended, residual, layer, projection)
     try:
-        _check_sparse(layer, projection)
         _check_kernel(operands, problem, DeviceSpec.current())
     except Unsupported as reason:
         return str(reason)
@@ -207,42 +202,56 @@ def declines(
 
 def _operands(
     attended: Array, residual: Array, *parts: LayerWeights | NextProjection | None
-) -> dict[str, Array]:
-    """The arrays of a call by name."""
-    operands = {"attended": attended, "residual": residual}
+) -> dict[str, Any]:
+    """The arrays of a call by name, and weights that consist of several."""
+    operands: dict[str, Any] = {"attended": attended, "residual": residual}
     for part in parts:
         for field in () if part is None else dataclasses.fields(part):
             value = getattr(part, field.name)
-            if isinstance(value, int | None):
-                continue
-            is_next = isinstance(part, NextProjection) and field.name == "out"
-            name = "next_out" if is_next else field.name
-            if not isinstance(value, TileSparse):
-                operands[name] = value
-            elif is_next:  # as rows of 8 KiB
-                operands[name] = value.values.reshape(-1, 32 * value.tile)
-            else:  # layers that differ in what else it holds are traced once
-                operands[name], operands[f"{name}_rows"] = value.values, value.rows
-                operands[f"{name}_counts"] = value.counts
+            if not isinstance(value, int | None):
+                is_next = isinstance(part, NextProjection) and field.name == "out"
+                operands["next_out" if is_next else field.name] = value
     return operands
 
 
+def _arrays(operands: dict[str, Any]) -> dict[str, Array]:
+    """The arrays that the kernel takes.
+
+    Layers that differ in what else a tile-sparse weight knows are traced once.
+    """
+    found = {}
+    for name, value in operands.items():
+        if not isinstance(value, SharedTileSparse):
+            found[name] = value
+            continue
+        w = value.weight
+        if name == "next_out":  # as rows of 8 KiB
+            found[name] = w.values.reshape(-1, 32 * w.tile)
+        else:
+            found |= {name: w.values, f"{name}_rows": w.rows}
+            found[f"{name}_plan"] = value.plan
+    return found
+
+
 def _kept(weights: list[Any]) -> tuple[Kept, ...]:
-    """How many rows tile-sparse weights keep; () of dense ones.
+    """Sizes of tile-sparse weights; () of dense ones.
 
     Raises:
-        ValueError: some are dense, or a weight is stacked.
+        ValueError: some are dense, or a weight is stacked or has other tiles.
     """
-    sparse = [w for w in weights if isinstance(w, TileSparse)]
+    sparse = [w.weight for w in weights if isinstance(w, SharedTileSparse)]
     if not sparse:
         return ()
-    if len(sparse) < len(weights) or any(w.values.ndim != 3 for w in sparse):
-        raise ValueError(
-            "weights are of types"
-            f" {sorted({type(w).__name__ for w in weights})}; all are tile-sparse with"
-            " values [T,P,G], or none is"
-        )
-    return tuple(Kept(w.room, not w.equal_counts) for w in sparse)
+    if len(sparse) < len(weights):
+        names = sorted({type(w).__name__ for w in weights})
+        raise ValueError(f"weights of {names}: all are tile-sparse, or none is")
+    for w in sparse:
+        if w.values.ndim != 3 or w.tile != SHARED_TILE:
+            raise ValueError(
+                f"a tile-sparse weight has values of shape {w.values.shape}, expected"
+                f" [T,P,{SHARED_TILE}]; prune with such tiles"
+            )
+    return tuple(Kept(w.tiles, w.room) for w in sparse)
 
 
 _WEIGHTS = ("bfloat16", *WEIGHT_DTYPES)
@@ -338,7 +347,7 @@ def _problem(
 
 
 def _check_kernel(
-    operands: dict[str, Array], problem: Problem, device: DeviceSpec | None
+    operands: dict[str, Any], problem: Problem, device: DeviceSpec | None
 ) -> DeviceSpec:
     """The device, if the kernel can serve a call on it.
 
@@ -346,7 +355,7 @@ def _check_kernel(
         Unsupported: it cannot.
     """
     device = check_hopper(device, "decode_layer")
-    check_local("decode_layer", *operands.values())
+    check_local("decode_layer", *jax.tree.leaves(operands))
     kinds = {
         operands[name].dtype.name
         for name in ("out", "gate_up", "down", "qkv", "next_out")
@@ -360,33 +369,22 @@ def _check_kernel(
             f" {_WEIGHTS}; use implementation='xla'"
         )
     problem.check()
+    for name, w in operands.items():
+        if not isinstance(w, SharedTileSparse):
+            continue
+        workers = None if w.shares is None else w.shares.workers
+        if workers != device.num_sms:
+            raise Unsupported(
+                f"decode_layer: {name} is shared by {workers} blocks and {device.name}"
+                f" has {device.num_sms} multiprocessors; call share for it"
+            )
     return device
 
 
-def _check_sparse(*parts: LayerWeights | NextProjection | None) -> None:
-    """Refuses tile-sparse weights that neither implementation takes.
-
-    Raises:
-        Unsupported: columns of one are pruned, or it has other tiles.
-    """
-    for part in parts:
-        for name in ("out", "gate_up", "down", "qkv"):
-            w = getattr(part, name, None)
-            if not isinstance(w, TileSparse):
-                continue
-            if w.columns is not None or w.tile != SPARSE_TILE:
-                pruned = "no" if w.columns is None else "pruned"
-                raise Unsupported(
-                    f"decode_layer: {name} has tiles of {w.tile} columns and {pruned}"
-                    f" columns left out, it takes tiles of {SPARSE_TILE} and all"
-                    " columns; use tile_sparse_matmul, or prune rows alone"
-                )
-
-
-def _mosaic_gpu(operands: dict[str, Array], call: _Call) -> Any:
+def _mosaic_gpu(operands: dict[str, Any], call: _Call) -> Any:
     device = _check_kernel(operands, call.problem, call.device)
     return mosaic_gpu.decode_layer(
-        operands,
+        _arrays(operands),
         problem=call.problem,
         config=call.config or DecodeLayerConfig(),
         device=device,
@@ -394,7 +392,7 @@ def _mosaic_gpu(operands: dict[str, Array], call: _Call) -> Any:
     )
 
 
-def _xla(operands: dict[str, Array], call: _Call) -> Any:
+def _xla(operands: dict[str, Any], call: _Call) -> Any:
     no_config("decode_layer", call.config)
     p = call.problem
     return xla.decode_layer(

@@ -27,9 +27,6 @@ UNIT = 2
 TILE_GROUPS = WARPGROUPS * UNIT
 """Groups of a tile of a weight."""
 
-SPARSE_TILE = UNIT * GROUP
-"""Columns of a tile of a tile-sparse weight: the features of two groups."""
-
 MOST_ROWS = 64
 """Requests that the kernel takes: more are better off with kernels for matmuls."""
 
@@ -69,12 +66,11 @@ class DecodeLayerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """How many rows the tiles of a tile-sparse weight keep."""
+    """Sizes of a tile-sparse weight."""
 
+    tiles: int
     room: int
-    """The most that a tile may keep: a multiple of 64."""
-    uneven: bool
-    """Whether tiles keep fewer, as counts in device memory say."""
+    """The most rows that a tile may keep: a multiple of 64."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,11 +212,9 @@ class Stage:
     """Number of the norm whose factors of each row multiply the sums."""
     half: int = 0
     """Groups between the two of a unit; 0 where they are neighbours."""
-    sparse: bool = False
-    """Whether the weight is tile-sparse: `k` is then the most rows that a tile keeps,
-    and a tile of the kernel takes its input features from two tiles of the weight."""
-    uneven: bool = False
-    """Whether the depth of a column is known on the device alone."""
+    sparse_tiles: int = 0
+    """Tiles of a tile-sparse weight, which blocks share as `shares` says: `k` is the
+    most rows that one keeps, and parts of all sums go through memory. 0 of others."""
     tile_k: int = 64
     workers: int = 1
     """Blocks."""
@@ -228,7 +222,7 @@ class Stage:
 
     @property
     def depth(self) -> int:
-        """Tiles of a column; of uneven ones the most."""
+        """Tiles of a column."""
         return self.k // self.tile_k
 
     @property
@@ -239,7 +233,7 @@ class Stage:
     @property
     def whole(self) -> int:
         """Columns of which every block has as many, as a whole."""
-        return self.columns // self.workers
+        return 0 if self.sparse_tiles else self.columns // self.workers
 
     @property
     def shared(self) -> int:
@@ -283,30 +277,6 @@ class Stage:
         numbers = zip(*(vars(x).values() for x in (whole, in_turn)), strict=True)
         return Piece(*(where(index < self.whole, a, b) for a, b in numbers))
 
-    def sparse_tiles(self, column: Any) -> tuple[Any, Any]:
-        """The two tiles of a tile-sparse weight that a column consists of.
-
-        Example:
-            >>> heads = Stage(weight="qkv", source="x", k=64, n=512, half=1,
-            ...               epilogue="rotate", sparse=True)
-            >>> heads.sparse_tiles(1)
-            (2, 3)
-            >>> dataclasses.replace(heads, half=4).sparse_tiles(1)  # of two halves
-            (1, 3)
-        """
-        if not self.halves_apart:
-            return 2 * column, 2 * column + 1
-        first, second = self.groups(2 * column)
-        return quotient(first, UNIT), quotient(second, UNIT)
-
-    @property
-    def halves_apart(self) -> bool:
-        """Whether the two groups of a unit lie in two tiles of a tile-sparse weight.
-
-        If not, each of the two units of a column is such a tile.
-        """
-        return self.half > 1
-
     def is_alone(self, piece: Piece) -> Any:
         """Whether its block finishes its units from registers."""
         return self.direct | (piece.column < self.whole * self.workers)
@@ -340,7 +310,7 @@ class Stage:
     @property
     def direct(self) -> bool:
         """Whether all units are finished from registers."""
-        return self.split <= 1
+        return self.split <= 1 and not self.sparse_tiles
 
     @property
     def parts(self) -> int:
@@ -431,7 +401,7 @@ class Schedule:
             if not p.kept:
                 return {"k": k}
             kept = p.kept[number]
-            return {"k": kept.room, "sparse": True, "uneven": kept.uneven}
+            return {"k": kept.room, "sparse_tiles": kept.tiles}
 
         found = [
             Stage(
@@ -497,6 +467,9 @@ class Schedule:
 
         Who stores a part multiplies what all have made of the parts before.
         """
+        if self.problem.kept:  # places for a pair of tiles
+            pairs = max(-(-kept.tiles // 2) for kept in self.problem.kept)
+            return WARPGROUPS * (pairs + self.workers)
         return max(stage.shared_units * stage.parts for stage in self.stages)
 
     @property

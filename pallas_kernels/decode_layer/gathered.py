@@ -12,28 +12,28 @@ Several steps are read at a time: memory answers once for all.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from pallas_kernels.decode_layer.config import (
     GROUP,
     UNIT,
+    WARPGROUPS,
     Piece,
     Stage,
     quotient,
-    remainder,
 )
+from pallas_kernels.decode_layer.shares import Shares
 from pallas_kernels.mosaic import smem_transforms
 from pallas_kernels.mosaic.aliases import Ref, Scalar
 from pallas_kernels.mosaic.pipeline import next_slot
@@ -47,30 +47,64 @@ _NUMBERS = 64
 _MOST_STEPS = 8
 
 
-def depth(refs: Mapping[str, Ref], stage: Stage, column: Scalar) -> Scalar:
-    """Tiles of a column: as many as the fuller one of its two tiles needs.
+@dataclasses.dataclass(frozen=True)
+class SparsePiece(Piece):
+    """Some steps of a pair of tiles."""
 
-    Values of the other one are zero there.
+    tiles: tuple[Any, ...]
+    """One of each warpgroup."""
+
+
+class Stretch:
+    """What a block has of a tile-sparse weight, and where sums of its parts lie.
+
+    When it is made it reads the first piece; see `shares` for the plan.
     """
-    counts = refs[f"{stage.weight}_counts"]
-    first, second = stage.sparse_tiles(column)
-    most = jnp.maximum(counts[first], counts[second])
-    return quotient(most + (stage.tile_k - 1), stage.tile_k)
 
+    def __init__(self, refs: Mapping[str, Ref], stage: Stage, worker: Scalar) -> None:
+        self.refs, self.stage, self.worker = refs, stage, worker
+        self.plan = refs[f"{stage.weight}_plan"]
+        self.shares = Shares(stage.sparse_tiles, stage.n, stage.workers)
+        self.number, self.first, skip, taken, *tiles, self.begin, self.end = (
+            self.plan[worker * 8 + i] for i in range(8)
+        )
+        self.first_piece = (skip, taken, *tiles)
 
-def cut_to(piece: Piece, depth: Scalar) -> Piece:
-    """A piece of a column that has no more than so many tiles."""
-    count = lax.div(depth - piece.first + piece.step - 1, jnp.int32(piece.step))
-    return dataclasses.replace(piece, count=count)
+    def for_each_piece(self, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """Loops over the pieces: ``body(piece, carry)`` returns the carry."""
 
+        def one(index: Scalar, carry: Any) -> Any:
+            pair = self.first + index
+            numbers = lax.cond(
+                index == 0,
+                lambda: self.first_piece,
+                lambda: self.later_piece(pair),
+            )
+            return body(self.piece(pair, *numbers), carry)
 
-def tile_of(rows: Any, group: Scalar) -> tuple[Any, ...]:
-    """Where some rows of a group of 64 features lie among the values [T,P,G]."""
-    return (
-        quotient(group, UNIT),
-        rows,
-        pl.ds(pl.multiple_of(remainder(group, UNIT) * GROUP, GROUP), GROUP),
-    )
+        return lax.fori_loop(0, self.number, one, carry)
+
+    def piece(self, pair: Scalar, skip: Any, taken: Any, *tiles: Any) -> SparsePiece:
+        """Some steps of a pair."""
+        return SparsePiece(pair, pair + self.worker, skip, 1, taken, tiles)
+
+    def later_piece(self, pair: Scalar) -> tuple[Scalar, ...]:
+        """From which step of a pair on the stretch reaches how far, and its tiles."""
+        at = self.shares.of_pair + pair * 4
+        first, second, before, after = (self.plan[at + i] for i in range(4))
+        skip = jnp.maximum(self.begin - before, 0)
+        return skip, jnp.minimum(self.end, after) - before - skip, first, second
+
+    def load_sums(self, group: Scalar, row: Scalar) -> jax.Array:
+        """The sums of all parts for 64 output features."""
+        first = self.shares.of_feature + group * (2 * GROUP)
+        return load_sums(
+            self.refs["parts"],
+            self.plan,
+            first,
+            quotient(row, 8),
+            rows=self.stage.item_rows,
+        )
 
 
 class Gather:
@@ -84,12 +118,14 @@ class Gather:
         self.rows = stage.rows
         self.steps = max(1, min(_MOST_STEPS, _NUMBERS // block.problem.m))
         self.kept = block.refs[f"{stage.weight}_rows"]
-        self.first = self.indices(stage.piece(block.worker, 0), jnp.int32(0))
+        stretch = block.stretches[stage.weight]
+        piece = stretch.piece(stretch.first, *stretch.first_piece)
+        self.first = self.indices(piece, jnp.int32(0))
 
-    def indices(self, piece: Piece, begin: Scalar) -> tuple[jax.Array, ...]:
+    def indices(self, piece: SparsePiece, begin: Scalar) -> tuple[jax.Array, ...]:
         """The indices of some steps of a piece, past its end any of the room."""
         _, room = self.kept.shape
-        at = [tile * room for tile in self.stage.sparse_tiles(piece.column)]
+        at = [tile * room for tile in piece.tiles]
         found = []
         for n in range(self.steps):
             step = jnp.minimum(piece.k(begin + n), self.stage.depth - 1) * GROUP
@@ -111,7 +147,7 @@ class Gather:
             plgpu.barrier_arrive(ring["full"].at[slot])
             return next_slot(slot, slots)
 
-        def load(piece: Piece, carry: Any) -> Any:
+        def load(piece: SparsePiece, carry: Any) -> Any:
             def some(i: Scalar, carry: Any) -> Any:
                 slot, indices = carry
                 begin = i * self.steps
@@ -269,3 +305,95 @@ def store_gathered(smem: Ref, values: jax.Array) -> None:
 
     call: Any = store_two_tiles  # without its context
     call(smem, values)
+
+
+_LOADS = 8
+"""Parts of eight tokens that a thread reads at a time."""
+
+
+def load_sums(
+    parts: Ref, plan: Ref, first: Scalar, eight: Scalar, *, rows: int
+) -> jax.Array:
+    """Adds the parts of the sums of 64 features, in their order.
+
+    Args:
+        parts: fp32 [any,2,M/8,64,8] in global memory, pairs of them for each part.
+        plan: int32 in global memory.
+        first: int32, where the plan has what `Shares.of_feature` says of the features.
+        eight: int32, from which eight tokens on.
+        rows: tokens, a multiple of 8.
+
+    Returns:
+        fp32 [64,rows], in the layout of sums.
+    """
+    _, _, all_eights, _, _ = parts.shape
+    eights = rows // 8
+    group = all_eights * GROUP * 8  # numbers of a group of 64 features
+    together = max(1, _LOADS // eights)
+    shape = GROUP, rows
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), _SPLAT, _SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, plgpu.Layout.WGMMA),
+    )
+    def add_parts(_: Any, parts: Any, plan: Any, first: Any, eight: Any) -> Any:
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        pair, signed = ir.VectorType.get((2,), f32), arith.CmpIPredicate.slt
+        zero = arith.constant(
+            pair, ir.DenseElementsAttr.get_splat(pair, ir.FloatAttr.get(f32, 0.0))
+        )
+        thread = _thread()
+        lane = arith.remui(thread, _i32(32))
+        feature = arith.addi(
+            arith.muli(arith.divui(thread, _i32(32)), _i32(16)),
+            arith.divui(lane, _i32(4)),
+        )
+        token = arith.muli(arith.remui(lane, _i32(4)), _i32(2))
+        token = arith.addi(token, arith.muli(eight.registers.item(), _i32(GROUP * 8)))
+        table, source = utils.memref_ptr(plan), utils.memref_ptr(parts)
+        counts, begins = [], []
+        for half in range(2):
+            at = arith.muli(arith.addi(feature, _i32(8 * half)), _i32(2))
+            at = arith.addi(first.registers.item(), at)
+            said = [
+                llvm.load(
+                    i32, utils.getelementptr(table, [arith.addi(at, _i32(i))], i32)
+                )
+                for i in range(2)
+            ]
+            place = arith.muli(arith.divui(said[0], _i32(GROUP)), _i32(group))
+            line = arith.muli(arith.remui(said[0], _i32(GROUP)), _i32(8))
+            begins.append(arith.addi(arith.addi(place, line), token))
+            counts.append(said[1])
+        most = arith.maxsi(*counts)
+        loop = scf.ForOp(_i32(0), most, _i32(together), [zero] * (2 * eights))
+        with ir.InsertionPoint(loop.body):
+            sums = list(loop.inner_iter_args)
+            loaded = []
+            for n in range(together):
+                number = arith.addi(loop.induction_variable, _i32(n))
+                for half, (begin, count) in enumerate(zip(begins, counts, strict=True)):
+                    is_there = arith.cmpi(signed, number, count)
+                    part = arith.select(is_there, number, _i32(0))
+                    part = arith.muli(part, _i32(WARPGROUPS * UNIT * group))
+                    at = arith.addi(begin, part)
+                    for n_eight in range(eights):
+                        here = arith.addi(at, _i32(n_eight * GROUP * 8))
+                        address = utils.getelementptr(source, [here], f32)
+                        value = llvm.load(pair, address, alignment=8)
+                        loaded.append((2 * n_eight + half, is_there, value))
+            for place, is_there, value in loaded:
+                value = arith.select(is_there, value, zero)
+                sums[place] = arith.addf(sums[place], value)
+            scf.yield_(sums)
+        layout: Any = plgpu.Layout.WGMMA.to_mgpu()
+        registers = np.empty(layout.registers_shape(shape), object)
+        for place in np.ndindex(registers.shape):
+            _, n_eight, _, _, half, *_ = place
+            registers[place] = loop.results[2 * n_eight + half]
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=layout, _is_signed=None
+        )
+
+    call: Any = add_parts  # without its context
+    return call(parts, plan, first, eight)

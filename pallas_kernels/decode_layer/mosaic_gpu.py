@@ -138,13 +138,11 @@ class _Block:
         self.refs, self.scratch = refs, scratch
         self.problem, self.stages = schedule.problem, schedule.stages
         self.worker = lax.axis_index("worker")
-        # Of the first column: memory answers before a role needs it.
-        self.first_depths = {
-            stage.weight: gathered.depth(
-                refs, stage, stage.piece(self.worker, 0).column
-            )
+        # Of tile-sparse weights: memory answers before a role asks.
+        self.stretches = {
+            stage.weight: gathered.Stretch(refs, stage, self.worker)
             for stage in self.stages
-            if stage.uneven
+            if stage.sparse_tiles
         }
         # One for each shared unit of each stage, each stage, and each norm.
         units, stages = schedule.first_units, len(self.stages)
@@ -165,19 +163,11 @@ class _Block:
 
         ``body(piece, carry)`` returns the carry.
         """
+        if stage.sparse_tiles:
+            return self.stretches[stage.weight].for_each_piece(body, carry)
 
         def one(index: Scalar, carry: Any) -> Any:
-            piece = stage.piece(self.worker, index)
-            if stage.uneven:
-                piece = gathered.cut_to(
-                    piece,
-                    lax.cond(
-                        index == 0,
-                        lambda: self.first_depths[stage.weight],
-                        lambda: gathered.depth(self.refs, stage, piece.column),
-                    ),
-                )
-            return body(piece, carry)
+            return body(stage.piece(self.worker, index), carry)
 
         return lax.fori_loop(0, stage.pieces(self.worker), one, carry)
 
@@ -246,8 +236,9 @@ class _Block:
                         tile: Any = rows, pl.ds(group * GROUP, GROUP)
                         if self.problem.narrow:
                             tile = tile[::-1]
-                        elif stage.sparse:
-                            tile = gathered.tile_of(rows, group)
+                        elif stage.sparse_tiles:
+                            columns = pl.ds(j * GROUP, GROUP)
+                            tile = piece.tiles[number], rows, columns
                         plgpu.copy_gmem_to_smem(
                             weight.at[tile],
                             ring["smem"].at[slot, number * UNIT + j],
@@ -301,7 +292,7 @@ class _Block:
                     ring["full"].at[slot],
                 )
 
-            gather = gathered.Gather(self, stage) if stage.sparse else None
+            gather = gathered.Gather(self, stage) if stage.sparse_tiles else None
             if i:
                 self.wait(self.ready[i - 1], self.stages[i - 1].finished)
                 proxy_fence()  # pyright: ignore[reportCallIssue]
@@ -337,6 +328,9 @@ class _Block:
                 if stage.norm is not None and (stage.direct or stage.whole):
                     load = functools.partial(self.load_factors, stage.norm, place)
                 sums, factors, slots = self.multiply(stage, piece, number, slots, load)
+                if stage.sparse_tiles:
+                    self.store_sums(self.part_of_pair(piece, number), sums)
+                    return slots
                 store = functools.partial(self.store_part, i, stage, unit, piece, sums)
                 finish = functools.partial(
                     self.finish_unit, i, stage, unit, place, sums, factors
@@ -352,6 +346,8 @@ class _Block:
                 return slots
 
             slots = self.for_each_piece(stage, piece, slots)
+            if stage.sparse_tiles:
+                self.signal(self.counter(self.of_units[i]))
             self.finish_items(i, stage, number)
 
     # --- Matmuls ----------------------------------------------------------------------
@@ -386,13 +382,10 @@ class _Block:
                 plgpu.barrier_wait(activations["full"].at[x])
                 plgpu.barrier_wait(weights["full"].at[w])
                 tiles = [weights["smem"].at[w, number * UNIT + j] for j in range(UNIT)]
-                sources = [activations["smem"].at[x]] * UNIT
-                if stage.sparse:
-                    sources = [
-                        activations["smem"].at[x, j if stage.halves_apart else number]
-                        for j in range(UNIT)
-                    ]
-                self.multiply_tile(stage, accs, tiles, sources)
+                tokens = activations["smem"].at[
+                    (x, number) if stage.sparse_tiles else x
+                ]
+                self.multiply_tile(stage, accs, tiles, tokens)
                 plgpu.wgmma_wait(0)
                 if self.problem.narrow:
                     # The copy engine may write what registers have read.
@@ -422,21 +415,23 @@ class _Block:
         stage: Stage,
         accs: Sequence[Ref],
         weights: Sequence[Ref],
-        activations: Sequence[Ref],
+        activations: Ref,
     ) -> None:
-        """Starts to add the products of the groups' tiles and their activations.
+        """Starts to add the products of the groups' tiles and the activations.
 
         Tensor cores read bfloat16 as it lies there, [tile_k,64]; 8 bits, [64,tile_k],
         are widened on their way through registers.
         """
         if not self.problem.narrow:
-            for acc, weight, tokens in zip(accs, weights, activations, strict=True):
-                plgpu.wgmma(acc, weight.transpose((1, 0)), tokens.transpose((1, 0)))
+            for acc, weight in zip(accs, weights, strict=True):
+                plgpu.wgmma(
+                    acc, weight.transpose((1, 0)), activations.transpose((1, 0))
+                )
             return
         load, widen = load_pairs, widen_pairs
         if self.in_pairs(stage.source):
             load, widen = load_words, widen_words
-        tokens = activations[0].transpose((1, 0))
+        tokens = activations.transpose((1, 0))
         # All at once: none is asked for when the first is multiplied.
         loaded = [load(weight) for weight in weights]
         for acc, values in zip(accs, loaded, strict=True):
@@ -454,11 +449,18 @@ class _Block:
     ) -> None:
         """Leaves sums to who finishes the unit."""
         unit = unit - (stage.units - stage.shared_units)
-        for j, values in enumerate(sums):
-            there = self.part(stage, unit, piece.part).at[j]
-            for n in range(stage.rows // 8):
-                there.at[n][...] = values[:, 8 * n : 8 * (n + 1)]
+        self.store_sums(self.part(stage, unit, piece.part), sums)
         self.signal(self.counter(self.of_units[i] + unit))
+
+    def part_of_pair(self, piece: Piece, number: Scalar) -> Ref:
+        """Where a warpgroup leaves its sums of a tile of a tile-sparse weight."""
+        return self.refs["parts"].at[piece.part * WARPGROUPS + number]
+
+    def store_sums(self, part: Ref, sums: list[jax.Array]) -> None:
+        """Stores the sums of a unit."""
+        for j, values in enumerate(sums):
+            for n in range(self.problem.rows // 8):
+                part.at[j].at[n][...] = values[:, 8 * n : 8 * (n + 1)]
 
     def load_parts(self, stage: Stage, unit: Scalar, j: Any, row: Scalar) -> Any:
         """The sum of the parts of a group of a shared unit, which are there."""
@@ -514,10 +516,17 @@ class _Block:
             place = _Place(groups, row, stage.item_rows)
             # What it reads besides the parts comes while it waits for them.
             epilogue = self.prepare(stage, place)
-            self.wait(self.counter(self.of_units[i] + unit), stage.parts)
-            sums = [
-                self.load_parts(stage, unit, j + n, row) for n in range(len(groups))
-            ]
+            if stage.sparse_tiles:  # whose features may lie in any of its tiles
+                self.wait(self.counter(self.of_units[i]), workers)
+                sums = [
+                    self.stretches[stage.weight].load_sums(group, row)
+                    for group in groups
+                ]
+            else:
+                self.wait(self.counter(self.of_units[i] + unit), stage.parts)
+                sums = [
+                    self.load_parts(stage, unit, j + n, row) for n in range(len(groups))
+                ]
             epilogue(sums)
             self.signal(self.ready[i])
 

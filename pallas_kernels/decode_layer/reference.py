@@ -1,34 +1,17 @@
 """The definition of a decoder layer from one attention to the next, in fp32."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.tile_sparse_matmul import TileSparse
-
-
-def tile_sparse(operands: Mapping[str, jax.Array], name: str) -> TileSparse | None:
-    """A weight from its arrays; None of a dense one.
-
-    Args:
-        operands: arrays by name, with ``{name}_rows`` and ``{name}_counts``.
-        name: which weight.
-    """
-    if (rows := operands.get(f"{name}_rows")) is None:
-        return None
-    values = operands[name]
-    tiles, _, tile = values.shape
-    features, d = operands["attended"].shape[1], operands["residual"].shape[0]
-    gate_up, _, _ = operands["gate_up"].shape
-    inputs = {"out": features, "down": gate_up * tile // 2}.get(name, d)
-    leaves = values, rows, operands[f"{name}_counts"], None, None, None
-    return TileSparse.tree_unflatten(((inputs, tiles * tile), 1, False, None), leaves)
+from pallas_kernels.decode_layer.shares import SharedTileSparse
 
 
 def decode_layer(
-    operands: Mapping[str, jax.Array], *, heads: int, head_dim: int, eps: float
+    operands: Mapping[str, Any], *, heads: int, head_dim: int, eps: float
 ) -> tuple[Float[Array, "D R"], Float[Array, "M C"] | None]:
     """The residual after the layer, and queries, keys and values of the next.
 
@@ -43,15 +26,14 @@ def decode_layer(
         In fp32: ``(residual, queries keys and values)``, feature-major [D,R] and [M,C];
         the second None without a weight `qkv`.
     """
-    given = {
-        name: a if a.dtype == jnp.int32 else a.astype(jnp.float32)
+    dense = {
+        name: a.weight.to_dense() if isinstance(a, SharedTileSparse) else a
         for name, a in operands.items()
     }
+    given = {name: a.astype(jnp.float32) for name, a in dense.items()}
     for name in ("out", "gate_up", "down", "qkv"):
         if (scale := given.get(f"{name}_scale")) is not None:
             given[name] = (given[name] * scale[:, None]).T
-        if (sparse := tile_sparse(operands, name)) is not None:
-            given[name] = sparse.to_dense().astype(jnp.float32)
     m = given["attended"].shape[0]
 
     def matmul(x: Array, name: str) -> Array:

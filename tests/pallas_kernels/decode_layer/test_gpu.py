@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.decode_layer import tile_sparse
 from pallas_kernels.decode_layer import mosaic_gpu
+from pallas_kernels.decode_layer.api import _arrays
 from pallas_kernels.decode_layer.config import DecodeLayerConfig, Kept, Problem
 from pallas_kernels.decode_layer.specs import DecodeLayerSpec
 from pallas_kernels.mosaic import DeviceSpec
@@ -40,7 +41,7 @@ LLAMA3_8B = Problem(
 
 def run(problem, given):
     return mosaic_gpu.decode_layer(
-        given,
+        _arrays(given),
         problem=problem,
         config=DecodeLayerConfig(),
         device=DeviceSpec.current(),
@@ -95,11 +96,9 @@ def real_sparse(m, uneven):
     spec = dataclasses.replace(spec, uneven=uneven)
     given, kept = dict(given), []
     for i, (name, (k, n)) in enumerate(spec.products.items()):
-        w = tile_sparse(spec, k, n, jax.random.key(i))
-        kept.append(Kept(w.room, uneven))
-        given[name], given[f"{name}_rows"] = w.values, w.rows
-        given[f"{name}_counts"] = w.counts
-    given["next_out"] = given["out"].reshape(-1, 32 * 128)
+        given[name] = tile_sparse(spec, k, n, jax.random.key(i))
+        kept.append(Kept(n // 128, spec.room(k)))
+    given["next_out"] = given["out"]
     return dataclasses.replace(problem, kept=tuple(kept)), given
 
 
@@ -139,11 +138,17 @@ def test_a_row_does_not_depend_on_the_others(m, weights):
 
 
 @pytest.mark.parametrize(
-    ("changes", "counts"),
-    [({"m": 1, "bias": True}, EQUAL), ({"m": 32}, UNEVEN), ({"m": 16} | LAST, UNEVEN)],
+    ("changes", "counts", "columns"),
+    [
+        ({"m": 1, "bias": True}, EQUAL, None),
+        ({"m": 32}, UNEVEN, 128),
+        ({"m": 16} | LAST, UNEVEN, None),
+    ],
 )
-def test_tiny_layers_of_tile_sparse_weights(changes, counts):
-    problem, given, _ = sparse(dataclasses.replace(TINY, **changes), counts)
+def test_tiny_layers_of_tile_sparse_weights(changes, counts, columns):
+    workers = DeviceSpec.current().num_sms
+    problem = dataclasses.replace(TINY, **changes)
+    problem, given = sparse(problem, counts, workers, columns)
     poison(problem)
     check(problem, given, jax.block_until_ready(run(problem, given)))
 

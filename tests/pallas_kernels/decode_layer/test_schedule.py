@@ -120,10 +120,11 @@ class Roles:
 def problem_of(spec):
     sizes = dataclasses.asdict(spec)
     del sizes["name"]
-    keep, uneven = sizes.pop("keep"), sizes.pop("uneven")
+    keep, _ = sizes.pop("keep"), sizes.pop("uneven")
     if keep < 1:
-        rooms = [spec.room(k) for k, _ in spec.products.values()]
-        sizes["kept"] = tuple(Kept(room, uneven) for room in rooms)
+        sizes["kept"] = tuple(
+            Kept(n // 128, spec.room(k)) for k, n in spec.products.values()
+        )
     return Problem(features=spec.heads * spec.head_dim, **sizes)
 
 

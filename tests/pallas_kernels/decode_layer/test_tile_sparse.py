@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_layer import declines, decode_layer
-from pallas_kernels.decode_layer.config import DecodeLayerConfig, Kept, Schedule
-from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.decode_layer import declines, decode_layer, share
+from pallas_kernels.decode_layer.api import _arrays
+from pallas_kernels.decode_layer.config import Kept
+from pallas_kernels.decode_layer.shares import Shares, make_plan
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.tile_sparse_matmul import TileSparse
 from tests.interpreter import register_inline
@@ -46,58 +47,99 @@ register_inline("store_two_tiles", store_two_tiles, writes=(0,))
 WEIGHTS = ("out", "gate_up", "down", "qkv")
 
 
-def pruned(weight, counts, seed):
-    """A weight whose tiles of 128 columns keep so many rows, any ones."""
+def add_parts(parts, plan, first, eight, closure):
+    _, _, _, lines, _ = parts.shape
+    table = plan[int(first) : int(first) + 128].reshape(64, 2)
+    eights = closure["eights"]
+    found = np.zeros(closure["shape"], np.float32)
+    for feature, (where, count) in enumerate(table):
+        group, line = divmod(int(where), lines)
+        for part in range(count):
+            slot, j = divmod(group + 4 * part, 2)
+            begin = int(eight)
+            numbers = parts[slot, j, begin : begin + eights, line]  # [M/8, 8]
+            found[feature] += numbers.reshape(-1)
+    return found
+
+
+register_inline("add_parts", add_parts)
+
+WEIGHTS = ("out", "gate_up", "down", "qkv")
+
+
+def pruned(weight, counts, seed, columns=None):
+    """A weight whose tiles of 128 columns keep so many rows, any ones.
+
+    Args:
+        weight: the dense one.
+        counts: of the tiles, in turns.
+        seed: of the rows.
+        columns: how many columns stay; None is all of them, in order.
+    """
     rng = np.random.default_rng(seed)
     k, n = weight.shape
+    order = np.arange(n)
+    if columns is not None:
+        order = rng.permutation(n)[:columns]
     mask = np.zeros((k, n), bool)
-    for tile in range(n // 128):
+    for tile in range(len(order) // 128):
         rows = rng.permutation(k)[: counts[tile % len(counts)]]
-        mask[rows, tile * 128 : (tile + 1) * 128] = True
-    return TileSparse.from_dense(weight, jnp.asarray(mask), tile=128)
+        mask[np.ix_(rows, order[tile * 128 : (tile + 1) * 128])] = True
+    if columns is None:
+        return TileSparse.from_dense(weight, jnp.asarray(mask), tile=128)
+    return TileSparse.from_dense(weight, jnp.asarray(mask), tile=128, columns=order)
 
 
-def sparse(problem, counts, seed=0):
-    """A problem of tile-sparse weights, its arrays, and these as the public ones."""
-    given, public = operands(problem, seed), {}
+def sparse(problem, counts, num_sms, columns=None, seed=0):
+    """A problem of tile-sparse weights, and its arrays.
+
+    Of `columns` are so many left, of all weights but gate and up.
+    """
+    given = operands(problem, seed)
     given.pop("next_out", None)
     kept = []
     for i, name in enumerate(WEIGHTS):
-        if name not in given:
-            continue
-        w = pruned(given[name], counts, seed + i)
-        public[name] = w
-        kept.append(Kept(w.room, not w.equal_counts))
-        given[name], given[f"{name}_rows"] = w.values, w.rows
-        given[f"{name}_counts"] = w.counts
+        if name in given:
+            left = None if name == "gate_up" else columns
+            w = pruned(given[name], counts, seed + i, left)
+            kept.append(Kept(w.tiles, w.room))
+            given[name] = share(w, dataclasses.replace(H200, num_sms=num_sms))
     if problem.projects:
-        given["next_out"] = given["out"].reshape(-1, 32 * 128)
-        public["next_out"] = public["out"]
-    problem = dataclasses.replace(problem, kept=tuple(kept))
-    return problem, given, {**given, **public}
+        given["next_out"] = given["out"]
+    return dataclasses.replace(problem, kept=tuple(kept)), given
+
+
+def run(problem, given, num_sms, **config):
+    return interpreted(problem, _arrays(given), num_sms, **config)
 
 
 EQUAL, UNEVEN = (64,), (130, 0, 64, 63, 1)
 
 
 @pytest.mark.parametrize(
-    ("changes", "counts", "num_sms", "config"),
+    ("changes", "counts", "columns", "num_sms", "config"),
     [
-        ({"bias": True}, EQUAL, 1, {}),
-        ({"m": 16, "d_ff": 384}, UNEVEN, 2, FEW),
-        ({"m": 8, "d_model": 512} | LAST, UNEVEN, 3, FEW | {"weight_slots": 3}),
+        ({"bias": True}, EQUAL, None, 1, {}),
+        ({"m": 16, "d_ff": 384}, UNEVEN, None, 2, FEW),
+        ({"m": 8, "d_model": 512} | LAST, UNEVEN, None, 5, FEW | {"weight_slots": 3}),
+        # Columns left out, an odd number of tiles, and more blocks than steps.
+        ({"m": 8, "d_model": 512}, (65, 3, 192), 384, 3, FEW),
+        ({"m": 1}, (0, 1), 128, 4, FEW),
     ],
 )
-def test_interpreted_kernel_equals_the_reference(changes, counts, num_sms, config):
-    problem, given, _ = sparse(dataclasses.replace(TINY, **changes), counts)
-    check(problem, given, interpreted(problem, given, num_sms, **config))
+def test_interpreted_kernel_equals_the_reference(
+    changes, counts, columns, num_sms, config
+):
+    problem = dataclasses.replace(TINY, **changes)
+    problem, given = sparse(problem, counts, num_sms, columns)
+    check(problem, given, run(problem, given, num_sms, **config))
 
 
 def test_a_row_does_not_depend_on_the_others():
-    problem, given, _ = sparse(dataclasses.replace(TINY, m=16), UNEVEN)
-    found = interpreted(problem, given, 2, **FEW)
+    problem, given = sparse(dataclasses.replace(TINY, m=16), UNEVEN, 2)
+    found = run(problem, given, 2, **FEW)
     attended = given["attended"].at[8:].multiply(-3)
-    again = interpreted(problem, given | {"attended": attended}, 2, **FEW)
+    again = run(problem, given | {"attended": attended}, 2, **FEW)
     for a, b in zip(found, again, strict=True):
         one, other = (x.T if len(x) == problem.d_model else x for x in (a, b))
         np.testing.assert_array_equal(one[:8], other[:8])
@@ -105,52 +147,99 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 def test_room_that_no_tile_needs_is_not_read():
-    """Past the steps of the fuller tile of a column: values and indices."""
-    problem, given, _ = sparse(dataclasses.replace(TINY, m=2), UNEVEN)
-    want = interpreted(problem, given, 2)
+    """Past the steps of the fuller tile of a pair."""
+    problem, given = sparse(dataclasses.replace(TINY, m=2), UNEVEN, 2)
+    want = run(problem, given, 2)
     poisoned = dict(given)
-    for stage in schedule_of(problem).stages:
-        name, counts = stage.weight, np.asarray(given[f"{stage.weight}_counts"])
-        values = np.asarray(given[name]).copy()
-        for column in range(stage.columns):
-            tiles = list(stage.sparse_tiles(column))
+    for name in WEIGHTS:
+        w, shares = given[name].weight, given[name].shares
+        values, counts = np.asarray(w.values).copy(), np.asarray(w.counts)
+        plan = np.asarray(given[name].plan)[shares.of_pair : shares.of_feature]
+        for *tiles, _, _ in plan.reshape(-1, 4):
             values[tiles, -(-counts[tiles].max() // 64) * 64 :] = np.nan
-        poisoned[name] = jnp.asarray(values)
-    for a, b in zip(interpreted(problem, poisoned, 2), want, strict=True):
+        assert name != "gate_up" or np.isnan(values).any()
+        w = w.with_values(jnp.asarray(values))
+        poisoned[name] = dataclasses.replace(given[name], weight=w)
+    for a, b in zip(run(problem, poisoned, 2), want, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def schedule_of(problem):
-    return Schedule(problem=problem, config=DecodeLayerConfig(), device=H200)
-
-
-@pytest.mark.parametrize("changes", [{"m": 5, "bias": True}, {"m": 16} | LAST])
-def test_xla_equals_the_reference(changes):
+@pytest.mark.parametrize(
+    ("changes", "columns"), [({"m": 5, "bias": True}, 128), ({"m": 16} | LAST, None)]
+)
+def test_xla_equals_the_reference(changes, columns):
     problem = dataclasses.replace(TINY, **changes)
-    problem, given, public = sparse(problem, UNEVEN)
-    residual, heads = decode_layer(*arguments(problem, public), eps=EPS)
-    heads = [
-        None if x is None else x.reshape(problem.m, -1) for x in heads or (None,) * 2
-    ]
+    problem, given = sparse(problem, UNEVEN, 132, columns)
+    residual, heads = decode_layer(*arguments(problem, given), eps=EPS)
+    heads = heads or (None, None)
+    heads = [None if x is None else x.reshape(problem.m, -1) for x in heads]
     check(problem, given, (residual, *heads))
 
 
+@pytest.mark.parametrize("workers", [1, 5, 132])
+@pytest.mark.parametrize(
+    ("tiles", "most", "columns"),
+    [(1, 64, False), (7, 500, False), (24, 4000, True), (225, 1024, True)],
+)
+def test_blocks_share_all_steps_equally(workers, tiles, most, columns):
+    rng = np.random.default_rng(tiles)
+    counts, n, places = rng.integers(0, most, tiles), tiles * 128, None
+    counts[: tiles // 3] = 0
+    if columns:
+        n += 256
+        chosen = rng.permutation(n)[: tiles * 128]
+        places = np.full(n, tiles * 128)
+        places[chosen] = np.arange(tiles * 128)
+        places = jnp.asarray(places)
+    shares = Shares(tiles, n, workers)
+    plan = np.asarray(make_plan(jnp.asarray(counts), places, shares))
+    assert plan.size == shares.size
+    of_worker = plan[: shares.of_pair].reshape(-1, 8)
+    of_pair = plan[shares.of_pair : shares.of_feature].reshape(-1, 4)
+    of_feature = plan[shares.of_feature :].reshape(-1, 2)
+    parts, work = {}, []
+    for worker, (number, first, skip, taken, *two, begin, end) in enumerate(of_worker):
+        for pair in range(first, first + number):
+            before, after = of_pair[pair, 2:]
+            steps = range(max(begin - before, 0), min(end, after) - before)
+            if pair == first:
+                assert steps == range(skip, skip + taken)
+                assert two == list(of_pair[pair, :2])
+            assert pair + worker not in parts and pair + worker < shares.parts
+            parts[pair + worker] = steps
+        work.append(end - begin)
+    assert max(work) - min(work) <= 1
+    packed = np.arange(n) if places is None else np.asarray(places)
+    for feature in rng.permutation(n)[:100]:
+        where, number = of_feature[feature]
+        tile, column = divmod(packed[feature], 128)
+        if tile >= tiles:
+            assert number == 0
+            continue
+        group, line = divmod(where, 64)
+        assert (group % 2, line) == divmod(column, 64)
+        slot, half = divmod(group // 2, 2)
+        steps = [k for part in range(number) for k in parts[slot + part]]
+        (pair,) = np.flatnonzero(of_pair[:, half] == tile)[:1]
+        assert steps == list(range(of_pair[pair, 3] - of_pair[pair, 2]))
+        assert len(steps) * 64 >= counts[tile]
+
+
 def test_errors_say_what_to_do():
-    problem, _, public = sparse(TINY, EQUAL)
-    attended, residual, layer, projection = arguments(problem, public)
+    problem, given = sparse(TINY, EQUAL, 132)
+    attended, residual, layer, projection = arguments(problem, given)
     dense = operands(TINY)
     with pytest.raises(ValueError, match="all are tile-sparse"):
         mixed = dataclasses.replace(layer, down=dense["down"])
         decode_layer(attended, residual, mixed, projection, eps=EPS)
-    columns = np.arange(256)
-    w = TileSparse.from_dense(
-        dense["down"], jnp.ones((256, 256), bool), tile=128, columns=columns[::-1]
-    )
-    with pytest.raises(Unsupported, match=r"down .* pruned columns"):
-        pruned_columns = dataclasses.replace(layer, down=w)
-        decode_layer(attended, residual, pruned_columns, projection, eps=EPS)
     narrow = TileSparse.from_dense(dense["down"], jnp.ones((256, 256), bool), tile=64)
+    with pytest.raises(ValueError, match="prune with such tiles"):
+        thin = dataclasses.replace(layer, down=share(narrow, H200))
+        decode_layer(attended, residual, thin, projection, eps=EPS)
+    with pytest.raises(ValueError, match="name one, such as H200"):
+        share(narrow)
     with use_device(H200):
-        args = attended, residual, dataclasses.replace(layer, down=narrow), projection
-        assert "tiles of 64 columns" in str(declines(*args))
         assert declines(attended, residual, layer, projection) is None
+    with use_device(dataclasses.replace(H200, num_sms=114)):
+        reason = declines(attended, residual, layer, projection)
+    assert "shared by 132 blocks" in str(reason)
