@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jaxscale.sharding.operations import constrain, reshape
 from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
 from jaxscale.sharding.shards import per_shard
-from pallas_kernels.decode_layer import SHARED_TILE, share
+from pallas_kernels.decode_layer.shares import SHARED_TILE, share
 from pallas_kernels.matmul.activations import activate
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.tile_sparse_matmul import (
@@ -135,8 +135,8 @@ class TileSparseLinear(nnx.Module):
         shards, _, _, tile = self.values[...].shape
         if shards == 1 and tile == SHARED_TILE:
             weight = jax.tree.map(lambda leaf: leaf[0], self.weight)
-            plan = share(weight, device).plan[None]
-            self.plan = nnx.data(SparsePattern(plan))
+            plan: Any = share(weight, device).plan
+            self.plan = nnx.data(SparsePattern(plan[None]))
 
     @property
     def weight(self) -> Any:

@@ -10,11 +10,10 @@ from pallas_kernels.decode_layer.api import (
     rotation,
 )
 from pallas_kernels.decode_layer.config import DecodeLayerConfig
-from pallas_kernels.decode_layer.shares import SHARED_TILE, SharedTileSparse, share
+from pallas_kernels.decode_layer.shares import SharedTileSparse, share
 
 
 __all__ = [
-    "SHARED_TILE",
     "DecodeLayerConfig",
     "LayerWeights",
     "NextProjection",

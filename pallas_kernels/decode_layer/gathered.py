@@ -1,14 +1,17 @@
-"""Tile-sparse weights in the decoder layer's launch: their activations are gathered.
+"""Tile-sparse weights in the decoder layer's launch: what differs.
 
-A tile of the kernel, 4 groups of 64 features, then belongs to two tiles of the weight,
-each with rows of its own: a stage multiplies two tiles of activations, and which
-warpgroup takes which says `config.Stage.halves_apart`. Rows of a few tokens are read
-from global memory, number by number, into registers and written where a copy would have
-put them. The kept rows rise, so that what 32 threads read of a token lies in few lines,
-and one request reads no more than it has; feature-major activations would read 8
-requests at least.
+A tile of the kernel, 4 groups of 64 features, is then 64 kept rows of two tiles of the
+weight, one for each warpgroup that multiplies. Each has rows of its own, so a stage
+multiplies two tiles of activations. The copy engine cannot gather them on Hopper: a
+warpgroup reads them from global memory, number by number, into registers and writes
+them where a copy would have. Kept rows rise, so that what 32 threads read of a token
+lies in few lines, and one request reads no more than it has; feature-major activations
+would read those of 8 requests at least. Several steps are read at a time: memory
+answers once for all.
 
-Several steps are read at a time: memory answers once for all.
+Sums of all blocks meet in memory. A feature is finished where it is in the natural
+order, from the parts of whichever packed column is its own: epilogues know nothing of
+tiles and pruned columns.
 """
 
 import dataclasses

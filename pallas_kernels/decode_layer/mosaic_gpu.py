@@ -23,6 +23,9 @@ Weights of 8 bits are widened in registers. What a stage makes for the next then
 features in the order in which threads read weights four at a time; the attention's
 output has not, and is multiplied by weights read two at a time.
 
+Tile-sparse weights are shared otherwise, see `shares`, and what they multiply is
+gathered, see `gathered`; the epilogues are the same.
+
 Blocks share the tiles of a stage evenly (`config.Stage` says how). Who has a column of
 tiles alone finishes it from registers. Sums of other columns go through global memory
 in fp32; whoever finishes them adds them in a fixed order, so that the bits of a row
@@ -223,7 +226,7 @@ class _Block:
             read_once(weight)  # pyright: ignore[reportCallIssue]
 
             def copy(
-                piece: Piece,
+                piece: Any,
                 k: Scalar,
                 slot: Scalar,
                 weight: Ref = weight,

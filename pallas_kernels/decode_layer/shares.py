@@ -28,7 +28,12 @@ SHARED_TILE = UNIT * GROUP
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Where what lies in the plan of a weight, an int32 vector."""
+    """Where what lies in the plan of a weight, an int32 vector.
+
+    First are eight numbers of each block: how many pairs it has, the first one, the
+    step of it that it begins with, how many of these it takes, the two tiles, and the
+    steps before and after its stretch, of all.
+    """
 
     tiles: int
     n: int
@@ -38,14 +43,6 @@ class Shares:
     def pairs(self) -> int:
         """C; of an odd number the last tile is taken twice."""
         return -(-self.tiles // 2)
-
-    @property
-    def of_worker(self) -> int:
-        """Eight numbers of each block: how many pairs it has, the first one, the step
-        of it that it begins with, how many of these it takes, the two tiles, and the
-        steps before and after its stretch, of all.
-        """
-        return 0
 
     @property
     def of_pair(self) -> int:
