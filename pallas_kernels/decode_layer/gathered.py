@@ -98,16 +98,15 @@ class Stretch:
         skip = jnp.maximum(self.begin - before, 0)
         return skip, jnp.minimum(self.end, after) - before - skip, first, second
 
-    def load_sums(self, group: Scalar, row: Scalar) -> jax.Array:
-        """The sums of all parts for 64 output features."""
+    def find_sums(self, group: Scalar) -> jax.Array:
+        """Where the parts of 64 output features lie; see `load_places`."""
         first = self.shares.of_feature + group * (2 * GROUP)
-        return load_sums(
-            self.refs["parts"],
-            self.plan,
-            first,
-            quotient(row, 8),
-            rows=self.stage.item_rows,
-        )
+        return load_places(self.plan, first)
+
+    def load_sums(self, places: jax.Array, row: Scalar) -> jax.Array:
+        """The sums of all parts for the features that `find_sums` was asked for."""
+        eight, rows = quotient(row, 8), self.stage.item_rows
+        return add_parts(self.refs["parts"], places, eight, rows=rows)
 
 
 class Gather:
@@ -314,15 +313,62 @@ _LOADS = 8
 """Parts of eight tokens that a thread reads at a time."""
 
 
-def load_sums(
-    parts: Ref, plan: Ref, first: Scalar, eight: Scalar, *, rows: int
-) -> jax.Array:
+def load_places(plan: Ref, first: Scalar) -> jax.Array:
+    """Reads what `Shares.of_feature` says of 64 features.
+
+    Args:
+        plan: int32 in global memory.
+        first: int32, where it says it.
+
+    Returns:
+        int32 [512]: of the two features that a thread has in the layout of sums.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), _SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((4 * _THREADS,), jnp.int32, layout=_PLACES),
+    )
+    def load_part_places(_: Any, plan: Any, first: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        two, four = (ir.VectorType.get((n,), i32) for n in (2, 4))
+        begin = arith.muli(_first_feature(), _i32(2))
+        begin = arith.addi(first.registers.item(), begin)
+        numbers = []
+        for half in range(2):
+            at = arith.addi(begin, _i32(16 * half))
+            address = utils.getelementptr(utils.memref_ptr(plan), [at], i32)
+            loaded = llvm.load(two, address, alignment=8)
+            numbers += [vector.extract(loaded, [], [i]) for i in range(2)]
+        return mgpu.FragmentedArray(
+            _registers=np.array([vector.from_elements(four, numbers)], dtype=object),
+            _layout=mgpu.WGStridedFragLayout((4 * _THREADS,), 4),
+            _is_signed=True,
+        )
+
+    call: Any = load_part_places  # without its context
+    return call(plan, jnp.int32(first))
+
+
+_PLACES = plgpu.Layout.WG_STRIDED((4 * _THREADS,), 4)
+
+
+def _first_feature() -> ir.Value:
+    """The first of the two of 64 features that a thread has in the layout of sums.
+
+    The other one is 8 further on.
+    """
+    thread = _thread()
+    of_warp = arith.muli(arith.divui(thread, _i32(32)), _i32(16))
+    lane = arith.remui(thread, _i32(32))
+    return arith.addi(of_warp, arith.divui(lane, _i32(4)))
+
+
+def add_parts(parts: Ref, places: jax.Array, eight: Scalar, *, rows: int) -> jax.Array:
     """Adds the parts of the sums of 64 features, in their order.
 
     Args:
         parts: fp32 [any,2,M/8,64,8] in global memory, pairs of them for each part.
-        plan: int32 in global memory.
-        first: int32, where the plan has what `Shares.of_feature` says of the features.
+        places: what `load_places` returned.
         eight: int32, from which eight tokens on.
         rows: tokens, a multiple of 8.
 
@@ -336,43 +382,30 @@ def load_sums(
     shape = GROUP, rows
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), _SPLAT, _SPLAT),
+        arg_types=(plgpu.RefType(), _PLACES, _SPLAT),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, plgpu.Layout.WGMMA),
     )
-    def add_parts(_: Any, parts: Any, plan: Any, first: Any, eight: Any) -> Any:
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        pair, signed = ir.VectorType.get((2,), f32), arith.CmpIPredicate.slt
-        zero = arith.constant(
-            pair, ir.DenseElementsAttr.get_splat(pair, ir.FloatAttr.get(f32, 0.0))
-        )
-        thread = _thread()
-        lane = arith.remui(thread, _i32(32))
-        feature = arith.addi(
-            arith.muli(arith.divui(thread, _i32(32)), _i32(16)),
-            arith.divui(lane, _i32(4)),
-        )
-        token = arith.muli(arith.remui(lane, _i32(4)), _i32(2))
+    def add_sparse_parts(_: Any, parts: Any, places: Any, eight: Any) -> Any:
+        f32, signed = ir.F32Type.get(), arith.CmpIPredicate.slt
+        pair = ir.VectorType.get((2,), f32)
+        nothing = ir.FloatAttr.get(f32, 0.0)
+        zero = arith.constant(pair, ir.DenseElementsAttr.get_splat(pair, nothing))
+        token = arith.muli(arith.remui(_thread(), _i32(4)), _i32(2))
         token = arith.addi(token, arith.muli(eight.registers.item(), _i32(GROUP * 8)))
-        table, source = utils.memref_ptr(plan), utils.memref_ptr(parts)
-        counts, begins = [], []
+        source, begins, counts = utils.memref_ptr(parts), [], []
         for half in range(2):
-            at = arith.muli(arith.addi(feature, _i32(8 * half)), _i32(2))
-            at = arith.addi(first.registers.item(), at)
-            said = [
-                llvm.load(
-                    i32, utils.getelementptr(table, [arith.addi(at, _i32(i))], i32)
-                )
+            where, count = (
+                vector.extract(places.registers.item(), [], [2 * half + i])
                 for i in range(2)
-            ]
-            place = arith.muli(arith.divui(said[0], _i32(GROUP)), _i32(group))
-            line = arith.muli(arith.remui(said[0], _i32(GROUP)), _i32(8))
+            )
+            place = arith.muli(arith.divui(where, _i32(GROUP)), _i32(group))
+            line = arith.muli(arith.remui(where, _i32(GROUP)), _i32(8))
             begins.append(arith.addi(arith.addi(place, line), token))
-            counts.append(said[1])
+            counts.append(count)
         most = arith.maxsi(*counts)
         loop = scf.ForOp(_i32(0), most, _i32(together), [zero] * (2 * eights))
         with ir.InsertionPoint(loop.body):
-            sums = list(loop.inner_iter_args)
-            loaded = []
+            sums, loaded = list(loop.inner_iter_args), []
             for n in range(together):
                 number = arith.addi(loop.induction_variable, _i32(n))
                 for half, (begin, count) in enumerate(zip(begins, counts, strict=True)):
@@ -391,12 +424,12 @@ def load_sums(
             scf.yield_(sums)
         layout: Any = plgpu.Layout.WGMMA.to_mgpu()
         registers = np.empty(layout.registers_shape(shape), object)
-        for place in np.ndindex(registers.shape):
-            _, n_eight, _, _, half, *_ = place
-            registers[place] = loop.results[2 * n_eight + half]
+        for at in np.ndindex(registers.shape):
+            _, n_eight, _, _, half, *_ = at
+            registers[at] = loop.results[2 * n_eight + half]
         return mgpu.FragmentedArray(
             _registers=registers, _layout=layout, _is_signed=None
         )
 
-    call: Any = add_parts  # without its context
-    return call(parts, plan, first, eight)
+    call: Any = add_sparse_parts  # without its context
+    return call(parts, places, eight)

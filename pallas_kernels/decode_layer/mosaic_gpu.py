@@ -520,11 +520,10 @@ class _Block:
             # What it reads besides the parts comes while it waits for them.
             epilogue = self.prepare(stage, place)
             if stage.sparse_tiles:  # whose features may lie in any of its tiles
+                stretch = self.stretches[stage.weight]
+                places = [stretch.find_sums(group) for group in groups]
                 self.wait(self.counter(self.of_units[i]), workers)
-                sums = [
-                    self.stretches[stage.weight].load_sums(group, row)
-                    for group in groups
-                ]
+                sums = [stretch.load_sums(place, row) for place in places]
             else:
                 self.wait(self.counter(self.of_units[i] + unit), stage.parts)
                 sums = [

@@ -47,6 +47,38 @@ register_inline("store_two_tiles", store_two_tiles, writes=(0,))
 WEIGHTS = ("out", "gate_up", "down", "qkv")
 
 
+THREADS = np.arange(128)
+FEATURES = THREADS // 32 * 16 + THREADS % 32 // 4
+"""The first of the two that a thread has."""
+
+
+def load_part_places(plan, first):
+    table = plan[int(first) : int(first) + 128].reshape(64, 2)
+    return np.concatenate([table[FEATURES], table[FEATURES + 8]], axis=1).reshape(-1)
+
+
+def add_sparse_parts(parts, places, eight, closure):
+    _, _, _, lines, _ = parts.shape
+    of_threads = places.reshape(128, 2, 2)
+    table = np.empty((64, 2), np.int32)
+    table[FEATURES], table[FEATURES + 8] = of_threads[:, 0], of_threads[:, 1]
+    begin, eights = int(eight), closure["eights"]
+    found = np.zeros(closure["shape"], np.float32)
+    for feature, (where, count) in enumerate(table):
+        group, line = divmod(int(where), lines)
+        for part in range(count):
+            slot, j = divmod(group + 4 * part, 2)
+            numbers = parts[slot, j, begin : begin + eights, line]  # [M/8, 8]
+            found[feature] += numbers.reshape(-1)
+    return found
+
+
+register_inline("load_part_places", load_part_places)
+register_inline("add_sparse_parts", add_sparse_parts)
+
+WEIGHTS = ("out", "gate_up", "down", "qkv")
+
+
 def add_parts(parts, plan, first, eight, closure):
     _, _, _, lines, _ = parts.shape
     table = plan[int(first) : int(first) + 128].reshape(64, 2)
