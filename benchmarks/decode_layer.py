@@ -21,16 +21,21 @@ from jaxscale.models.families.llama import llama_tiny
 from jaxscale.models.quantization import replace_linear
 from jaxscale.nn.linear import project_together
 from jaxscale.nn.quantized_linear import QuantizedLinear, quantize_kernel
+from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from pallas_kernels.decode_layer import (
     LayerWeights,
     NextProjection,
+    SharedTileSparse,
     as_residual,
     decode_layer,
     from_residual,
     reference,
     rotation,
+    share,
 )
 from pallas_kernels.decode_layer.specs import SPECS, DecodeLayerSpec
+from pallas_kernels.mosaic import H200, DeviceSpec
+from pallas_kernels.tile_sparse_matmul import TileSparse
 
 
 QUICK = DecodeLayerSpec(name="tiny", m=3, d_model=256, d_ff=256, heads=2, kv_heads=1)
@@ -54,7 +59,10 @@ def inputs(params, key):
     def normal(*shape, size=1.0):
         return (jax.random.normal(next(keys), shape) * size).astype(jnp.bfloat16)
 
-    def weight(name, k, n):
+    def weight(name):
+        k, n = s.products[name]
+        if s.keep < 1:
+            return {name: tile_sparse(s, k, n, next(keys))}
         made = normal(k, n, size=k**-0.5)
         if s.weights not in QUANTIZED:
             return {name: made}
@@ -62,17 +70,17 @@ def inputs(params, key):
         return {name: numbers, f"{name}_scale": scale}
 
     layer = LayerWeights(
-        **weight("out", features, s.d_model),
+        **weight("out"),
         mlp_norm=1 + normal(s.d_model, size=0.2),
-        **weight("gate_up", s.d_model, 2 * s.d_ff),
-        **weight("down", s.d_ff, s.d_model),
+        **weight("gate_up"),
+        **weight("down"),
     )
     pairs = s.head_dim // 2
     angles = jax.random.uniform(next(keys), (s.m, pairs), maxval=1000.0)
     cos, sin = rotation(angles)
     projection = NextProjection(
         norm=1 + normal(s.d_model, size=0.2),
-        **weight("qkv", s.d_model, columns),
+        **weight("qkv"),
         bias=normal(columns) if s.bias else None,
         cos=cos,
         sin=sin,
@@ -81,6 +89,29 @@ def inputs(params, key):
         kv_heads=s.kv_heads,
     )
     return normal(s.m, features), normal(s.m, s.d_model), angles, layer, projection
+
+
+def tile_sparse(s, k, n, key):
+    """A weight whose tiles keep random rows."""
+    keys, tiles, room = jax.random.split(key, 3), n // 128, s.room(k)
+    counts = jnp.full(tiles, room)
+    if s.uneven:
+        counts = jax.random.randint(keys[0], (tiles,), room // 3, room + 1)
+    _, rows = jax.lax.top_k(jax.random.uniform(keys[1], (tiles, k)), room)
+    past = jnp.arange(room) >= counts[:, None]  # [T, P]
+    rows = jnp.sort(jnp.where(past, k, rows), axis=1)
+    last = jnp.max(rows, axis=1, where=~past, initial=0, keepdims=True)
+    values = jax.random.normal(keys[2], (tiles, room, 128)) * (s.keep * k) ** -0.5
+    leaves = (
+        jnp.where(past[..., None], 0, values).astype(jnp.bfloat16),
+        jnp.where(past, last, rows),
+        counts,
+        None,
+        None,
+        jnp.argsort(-counts) if s.uneven else None,
+    )
+    w = TileSparse.tree_unflatten(((k, n), 1, not s.uneven, None), leaves)
+    return share(w, DeviceSpec.current() or H200)
 
 
 def chain(params, run):
@@ -135,6 +166,15 @@ def blocks(params):
             )
         return model
 
+    def sparse(module, shared):
+        return TileSparseLinear(
+            jax.tree.map(lambda leaf: leaf[None], shared.weight),
+            split=None,
+            kernel_axes=module.kernel_axes,
+            out_axes=module.out_axes,
+            dtype=jnp.bfloat16,
+        )
+
     structure, shapes = nnx.split(jax.eval_shape(make).blocks[0])
 
     def run(attended, x, cos, sin, layer, projection):
@@ -148,6 +188,12 @@ def blocks(params):
             "down": (mlp.down, layer),
             "qkv": (attention.joined, projection),
         }
+        if s.keep < 1:
+            attention.out = sparse(attention.out, layer.out)
+            attention.joined = sparse(attention.joined, projection.qkv)
+            mlp.joined = sparse(mlp.joined, layer.gate_up)
+            mlp.down = sparse(mlp.down, layer.down)
+            layers = {}
         for name, (module, given) in layers.items():
             module.kernel = nnx.Param(getattr(given, name))
             if s.weights in QUANTIZED:
@@ -188,7 +234,9 @@ def definition(params):
     def run(attended, residual, layer, projection):
         given = {"attended": attended, "residual": residual}
         for part in (layer, projection):
-            given |= {k: v for k, v in vars(part).items() if isinstance(v, jax.Array)}
+            for k, v in vars(part).items():
+                if isinstance(v, jax.Array | SharedTileSparse):
+                    given[k] = v
         residual, qkv = reference.decode_layer(
             given, heads=s.heads + s.kv_heads, head_dim=s.head_dim, eps=EPS
         )
@@ -202,9 +250,8 @@ def definition(params):
 def read_bytes(params):
     """Bytes of the weights of a layer."""
     s = BY_NAME[params["spec"]]
-    features, columns = s.heads * s.head_dim, (s.heads + 2 * s.kv_heads) * s.head_dim
-    size = jnp.dtype(s.weights).itemsize
-    return size * s.d_model * (features + 3 * s.d_ff + columns)
+    size = jnp.dtype(s.weights).itemsize * s.keep
+    return int(size * sum(k * n for k, n in s.products.values()))
 
 
 BENCHMARK = Benchmark(

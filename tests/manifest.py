@@ -46,7 +46,13 @@ from pallas_kernels.collective_matmul import (
 from pallas_kernels.collective_matmul.specs import ROWS, TENSOR_PARALLEL
 from pallas_kernels.collective_matmul.specs import SPECS as COLLECTIVE
 from pallas_kernels.collective_matmul.tunable import problems as collective_problems
-from pallas_kernels.decode_layer import LayerWeights, NextProjection, decode_layer
+from pallas_kernels.decode_layer import (
+    LayerWeights,
+    NextProjection,
+    SharedTileSparse,
+    decode_layer,
+    share,
+)
 from pallas_kernels.decode_layer.specs import SPECS as DECODE_LAYER
 from pallas_kernels.decode_layer.specs import DecodeLayerSpec
 from pallas_kernels.encode_layer import EncodeLayerWeights, encode_layer
@@ -338,24 +344,25 @@ def decode_layer_cases() -> Iterator[Case]:
     for s in DECODE_LAYER:
         rows, columns = max(s.m, 8), (s.heads + 2 * s.kv_heads) * s.head_dim
 
-        def weight(
-            name: str, *shape: int, s: DecodeLayerSpec = s
-        ) -> dict[str, jax.ShapeDtypeStruct]:
+        def weight(name: str, s: DecodeLayerSpec = s) -> dict[str, Any]:
+            shape = s.products[name]
+            if s.keep < 1:
+                return {name: tile_sparse_shapes(shape, s)}
             if s.weights == "bfloat16":
                 return {name: array(*shape)}
             found = array(*shape[::-1], dtype=jnp.dtype(s.weights))
             return {name: found, f"{name}_scale": array(shape[1], dtype=FP32)}
 
         layer = LayerWeights(
-            **weight("out", s.heads * s.head_dim, s.d_model),
+            **weight("out"),
             mlp_norm=array(s.d_model),
-            **weight("gate_up", s.d_model, 2 * s.d_ff),
-            **weight("down", s.d_ff, s.d_model),
+            **weight("gate_up"),
+            **weight("down"),
         )
         table = array(s.head_dim // 2, rows, dtype=FP32)
         projection = NextProjection(
             norm=array(s.d_model),
-            **weight("qkv", s.d_model, columns),
+            **weight("qkv"),
             bias=array(columns) if s.bias else None,
             cos=table,
             sin=table,
@@ -366,6 +373,22 @@ def decode_layer_cases() -> Iterator[Case]:
         attended = array(s.m, s.heads * s.head_dim)
         residual = array(s.d_model, rows, dtype=FP32)
         yield Case(s.name, run, (attended, residual, layer, projection))
+
+
+def tile_sparse_shapes(shape: tuple[int, int], s: DecodeLayerSpec) -> SharedTileSparse:
+    """A weight of a decoder layer."""
+    k, n = shape
+    room, tiles = s.room(k), n // 128
+    leaves = (
+        array(tiles, room, 128),
+        array(tiles, room, dtype=INT32),
+        array(tiles, dtype=INT32),
+        None,
+        None,
+        array(tiles, dtype=INT32) if s.uneven else None,
+    )
+    w = TileSparse.tree_unflatten((shape, 1, not s.uneven, None), leaves)
+    return jax.eval_shape(functools.partial(share, device=H200), w)
 
 
 def scaled_matmul_cases() -> Iterator[Case]:

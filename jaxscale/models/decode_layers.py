@@ -2,10 +2,11 @@
 
 Layers as of LLaMA take `pallas_kernels.decode_layer` in place of ten launches: what
 follows the attention of a layer and what precedes that of the next are one kernel. It
-is for dense weights in bfloat16 or all in the same 8 bits, and up to 64 rows of one
-token; all else runs block by block (`jaxscale.models.stack`). On several GPUs that
-split heads and hidden features the kernel adds up over them, in the workspace of
-all-reduces (`jaxscale.sharding.decode_all_reduce`).
+is for weights in bfloat16, all dense or all tile-sparse, or all in the same 8 bits, and
+up to 64 rows of one token; all else runs block by block (`jaxscale.models.stack`). On
+several GPUs that split heads and hidden features the kernel adds up over them, in the
+workspace of all-reduces (`jaxscale.sharding.decode_all_reduce`); tile-sparse weights
+are for one GPU.
 
 Legend: B rows, T tokens of a row, D model.
 """
@@ -28,10 +29,12 @@ from jaxscale.nn.linear import RowParallelLinear, project_together
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import Attention
+from jaxscale.nn.tile_sparse_linear import TileSparseLinear
 from jaxscale.sharding.decode_all_reduce import ReduceWorkspace
 from pallas_kernels.decode_layer import (
     LayerWeights,
     NextProjection,
+    SharedTileSparse,
     as_residual,
     declines,
     decode_layer,
@@ -67,8 +70,10 @@ def faster(blocks: Any, rows: int) -> str | None:
         >>> faster(blocks, 32), faster(blocks, 64)
         ('mosaic_gpu', None)
     """
-    few = rows <= MOST_ROWS and not isinstance(blocks, Block)
-    return "mosaic_gpu" if few else None
+    if rows > MOST_ROWS or isinstance(blocks, Block):
+        return None
+    pruned = isinstance(blocks[0].attention.out, TileSparseLinear)  # not timed yet
+    return None if pruned else "mosaic_gpu"
 
 
 def runs(
@@ -277,8 +282,8 @@ def _are_plain(
     blocks: Sequence[Any], variants: Sequence[AttentionConfig], devices: int
 ) -> bool:
     """Whether blocks are serial, with RMS norms of one epsilon before attention and a
-    SwiGLU network, dense or all in the same 8 bits, heads are rotated as a whole, and
-    devices have as many of all.
+    SwiGLU network, dense, tile-sparse or all in the same 8 bits, heads are rotated as a
+    whole, and devices have as many of all.
     """
     norms = [n for b in blocks for n in (b.attention_norm, b.mlp_norm)]
     plain_norms = all(type(n) is RMSNorm and not n.plus_one for n in norms)
@@ -311,15 +316,26 @@ def _is_plain(block: Any, devices: int) -> bool:
         and mlp.activation == "swiglu"
         and (
             all(map(_is_whole, layers))
+            or all(map(_is_one_shard, layers))
             or (
                 all(type(layer) is JoinedLinear for layer in joined)
                 and all(type(layer) is RowParallelLinear for layer in rows)
                 and all(layer.dtype == layer.kernel.dtype for layer in layers)
             )
         )
-        and all(layer.shards == devices for layer in joined)
-        and all(layer.low_rank is None for layer in layers)
+        and all(getattr(layer, "shards", 1) == devices for layer in joined)
+        and all(getattr(layer, "low_rank", None) is None for layer in layers)
         and all(part is None for part in (*more, mlp.joined.bias))
+    )
+
+
+def _is_one_shard(layer: Any) -> bool:
+    """Whether a layer is tile-sparse, on one device."""
+    return (
+        type(layer) is TileSparseLinear
+        and layer.metadata is None
+        and len(layer.values[...]) == 1
+        and layer.dtype == layer.values[...].dtype
     )
 
 
@@ -335,7 +351,12 @@ def _is_whole(layer: Any) -> bool:
 def _kinds(block: Any) -> list[Any]:
     attention, mlp = block.attention, block.mlp
     layers = attention.joined, attention.out, mlp.joined, mlp.down
-    return [(type(layer) is QuantizedLinear, layer.kernel.dtype) for layer in layers]
+    return [
+        (TileSparseLinear, layer.values[...].dtype)
+        if isinstance(layer, TileSparseLinear)
+        else (type(layer) is QuantizedLinear, layer.kernel.dtype)
+        for layer in layers
+    ]
 
 
 def _rotates_heads(config: AttentionConfig) -> bool:
@@ -356,8 +377,17 @@ def _weights(block: Any) -> LayerWeights:
     )
 
 
-def _kernel(name: str, layer: Any) -> dict[str, Array]:
+def _sparse(layer: TileSparseLinear) -> SharedTileSparse:
+    """The one shard of a weight."""
+    plan = None if layer.plan is None else layer.plan[...]
+    weight, plan = jax.tree.map(lambda leaf: leaf[0], (layer.weight, plan))
+    return SharedTileSparse(weight=weight, plan=plan)
+
+
+def _kernel(name: str, layer: Any) -> dict[str, Any]:
     """A weight, and its scales if it has 8 bits."""
+    if isinstance(layer, TileSparseLinear):
+        return {name: _sparse(layer)}
     found = {name: layer.kernel[...]}
     if isinstance(layer, QuantizedLinear):
         found[f"{name}_scale"] = layer.scale[...]
@@ -392,7 +422,7 @@ def _projection(
         bias=None if joined.bias is None else joined.bias[...],
         cos=cos,
         sin=sin,
-        out=block.attention.out.kernel[...],
+        out=_kernel("out", block.attention.out)["out"],
         heads=config.num_heads // _devices(axis),
         kv_heads=config.num_kv_heads // _devices(axis),
     )

@@ -20,7 +20,7 @@ from jaxscale.nn.joined import can_join
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import Attention
-from jaxscale.nn.tile_sparse_linear import can_join_sparse
+from jaxscale.nn.tile_sparse_linear import TileSparseLinear, can_join_sparse
 from jaxscale.sharding.parameters import place, shardings
 from jaxscale.sharding.rules import AxisRules
 
@@ -170,6 +170,10 @@ def prepare[M: nnx.Module](module: M, rules: AxisRules, sizes: dict[str, int]) -
             part.join_inputs(ways)
         elif isinstance(part, MLP):
             part.join_inputs(ways_of("mlp", sizes, rules))
+    if not sizes:
+        for _, part in nnx.iter_modules(module):
+            if isinstance(part, TileSparseLinear):
+                part.share_out()
     return module
 
 

@@ -28,7 +28,7 @@ from jaxscale.checks import check_type
 from jaxscale.keywords import explain_keywords
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.embeddings import NORMAL_INIT, rotary
-from jaxscale.nn.joined import JoinedLinear, join_inputs
+from jaxscale.nn.joined import JoinedLinear, Parts, join_inputs
 from jaxscale.nn.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -37,7 +37,11 @@ from jaxscale.nn.linear import (
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.packing import check_cu_seqlens_of_rows, positions
 from jaxscale.nn.state import register_state
-from jaxscale.nn.tile_sparse_linear import TileSparseLinear
+from jaxscale.nn.tile_sparse_linear import (
+    TileSparseLinear,
+    can_join_sparse,
+    join_sparse,
+)
 from jaxscale.sharding.decode_all_reduce import ReduceWorkspace
 from jaxscale.sharding.fp8 import Fp8
 from jaxscale.sharding.manual import manual_names
@@ -369,7 +373,7 @@ class Attention(nnx.Module):
         key_bias = config.use_bias and config.use_key_bias
         self.key = project(config.num_kv_heads, "kv_heads", key_bias)
         self.value = project(config.num_kv_heads, "kv_heads")
-        self.joined: JoinedLinear | None = None
+        self.joined: JoinedLinear | TileSparseLinear | None = None
         self.out = RowParallelLinear(
             config.num_heads * config.head_dim,
             d_model,
@@ -397,7 +401,7 @@ class Attention(nnx.Module):
         self.query_norm, self.key_norm = head_norm(), head_norm()
 
     @property
-    def inputs(self) -> tuple[nnx.Module, ...]:
+    def inputs(self) -> tuple[Any, ...]:
         """The layers that make queries, keys and values."""
         if self.joined is None:
             return self.query, self.key, self.value
@@ -406,9 +410,14 @@ class Attention(nnx.Module):
     def join_inputs(self, shards: int) -> None:
         """Merge the query, key and value projections, see `JoinedLinear`.
 
-        Beside a pruned query projection, those of keys and values are merged.
+        Pruned ones are merged as `join_sparse` does. Beside a pruned query projection
+        alone, those of keys and values are merged.
         """
         join_inputs(self, ("query", "key", "value"), shards)
+        if can_join_sparse(self.inputs):
+            self.joined = nnx.data(join_sparse(self.inputs))
+            for name in ("query", "key", "value"):
+                setattr(self, name, None)
         if self.joined is None and isinstance(self.query, TileSparseLinear):
             join_inputs(self, ("key", "value"), shards)
 
@@ -498,7 +507,12 @@ class Attention(nnx.Module):
         c = self.config
         if self.joined is not None:
             *query, others = projected
-            projected = (*query, *self.joined.split(others))
+            if isinstance(self.joined, Parts):  # which its devices may share
+                others = self.joined.split(others)
+            else:
+                queries, keys = (c.head_dim * n for n in (c.num_heads, c.num_kv_heads))
+                others = jnp.split(others, (queries, queries + keys), axis=-1)
+            projected = (*query, *others)
         q, k, v = (
             reshape(x, (*x.shape[:2], heads, c.head_dim), axes, self.rules)
             for x, heads, axes in zip(

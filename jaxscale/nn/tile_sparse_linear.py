@@ -16,7 +16,9 @@ from jaxtyping import Array, Float
 from jaxscale.sharding.operations import constrain, reshape
 from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
 from jaxscale.sharding.shards import per_shard
+from pallas_kernels.decode_layer.shares import SHARED_TILE, share
 from pallas_kernels.matmul.activations import activate
+from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.tile_sparse_matmul import (
     TileSparse,
     TileSparse24,
@@ -117,6 +119,24 @@ class TileSparseLinear(nnx.Module):
         self.columns = optional(kept.columns)
         self.places = optional(kept.places)
         self.order = optional(kept.order)
+        self.plan: Any = None
+        """How the blocks of a GPU share the weight in a launch that decodes a layer;
+        see `share_out`."""
+
+    def share_out(self) -> None:
+        """Plan how the blocks of this GPU share the weight, for inference.
+
+        Where there is a GPU, and one shard of tiles that
+        `pallas_kernels.decode_layer` takes.
+        """
+        device, whole = DeviceSpec.current(), self.values[...].ndim == 4
+        if device is None or self.metadata is not None or not whole:
+            return
+        shards, _, _, tile = self.values[...].shape
+        if shards == 1 and tile == SHARED_TILE:
+            weight = jax.tree.map(lambda leaf: leaf[0], self.weight)
+            plan: Any = share(weight, device).plan
+            self.plan = nnx.data(SparsePattern(plan[None]))
 
     @property
     def weight(self) -> Any:

@@ -21,9 +21,11 @@ from pallas_kernels.collective_matmul.ops import check_mesh
 from pallas_kernels.decode_layer import mosaic_gpu, xla
 from pallas_kernels.decode_layer.config import (
     DecodeLayerConfig,
+    Kept,
     Problem,
     padded_rows,
 )
+from pallas_kernels.decode_layer.shares import SHARED_TILE, SharedTileSparse
 from pallas_kernels.dispatch import Unsupported, dispatch, no_config, no_derivative
 from pallas_kernels.mosaic import DeviceSpec, check_hopper
 from pallas_kernels.partition import check_local
@@ -39,17 +41,18 @@ from pallas_kernels.tuned_configs import check_config
 class LayerWeights:
     """Weights of a layer after its attention; all but the norm in one type.
 
-    Weights of int8 or float8_e4m3fn are turned, [features,inputs], as those of
+    A projection may be a `TileSparse` that blocks `share`; all are, or none. Weights of
+    int8 or float8_e4m3fn are turned, [features,inputs], as those of
     `pallas_kernels.quantized_matmul`, and all have scales of their features, in fp32.
     """
 
-    out: Shaped[Array, "NH D"]
+    out: Shaped[Array, "NH D"] | SharedTileSparse
     """Projection of the attention's output."""
     mlp_norm: Shaped[Array, "D"]
     """Scale of the RMS norm before the feed-forward network."""
-    gate_up: Shaped[Array, "D F2"]
+    gate_up: Shaped[Array, "D F2"] | SharedTileSparse
     """Gate projection, and behind it up projection."""
-    down: Shaped[Array, "F D"]
+    down: Shaped[Array, "F D"] | SharedTileSparse
     out_scale: Float[Array, "D"] | None = None
     gate_up_scale: Float[Array, "F2"] | None = None
     down_scale: Float[Array, "D"] | None = None
@@ -63,14 +66,14 @@ class NextProjection:
 
     norm: Shaped[Array, "D"]
     """Scale of the RMS norm before the attention."""
-    qkv: Shaped[Array, "D C"]
+    qkv: Shaped[Array, "D C"] | SharedTileSparse
     """Projections of queries, keys and values, one behind the other."""
     qkv_scale: Float[Array, "C"] | None = None
     bias: Shaped[Array, "C"] | None = None
     cos: Float[Array, "pairs R"]
     """Cosines of the rotary embedding, see `rotation`."""
     sin: Float[Array, "pairs R"]
-    out: Shaped[Array, "NH D"] | None = None
+    out: Shaped[Array, "NH D"] | SharedTileSparse | None = None
     """Projection of the attention's output there, which is read ahead; or None."""
     heads: int = dataclasses.field(metadata={"static": True})
     """N."""
@@ -281,9 +284,9 @@ def _run(
 
 def _operands(
     attended: Array, residual: Array, *parts: LayerWeights | NextProjection | None
-) -> dict[str, Array]:
-    """The arrays of a call by name."""
-    operands = {"attended": attended, "residual": residual}
+) -> dict[str, Any]:
+    """The arrays of a call by name, and weights that consist of several."""
+    operands: dict[str, Any] = {"attended": attended, "residual": residual}
     for part in parts:
         for field in () if part is None else dataclasses.fields(part):
             value = getattr(part, field.name)
@@ -291,6 +294,46 @@ def _operands(
                 is_next = isinstance(part, NextProjection) and field.name == "out"
                 operands["next_out" if is_next else field.name] = value
     return operands
+
+
+def _arrays(operands: dict[str, Any]) -> dict[str, Array]:
+    """The arrays that the kernel takes.
+
+    Layers that differ in what else a tile-sparse weight knows are traced once.
+    """
+    found = {}
+    for name, value in operands.items():
+        if not isinstance(value, SharedTileSparse):
+            found[name] = value
+            continue
+        w = value.weight
+        if name == "next_out":  # as rows of 8 KiB
+            found[name] = w.values.reshape(-1, 32 * w.tile)
+        else:
+            found |= {name: w.values, f"{name}_rows": w.rows}
+            found[f"{name}_plan"] = value.plan
+    return found
+
+
+def _kept(weights: list[Any]) -> tuple[Kept, ...]:
+    """Sizes of tile-sparse weights; () of dense ones.
+
+    Raises:
+        ValueError: some are dense, or a weight is stacked or has other tiles.
+    """
+    sparse = [w.weight for w in weights if isinstance(w, SharedTileSparse)]
+    if not sparse:
+        return ()
+    if len(sparse) < len(weights):
+        names = sorted({type(w).__name__ for w in weights})
+        raise ValueError(f"weights of {names}: all are tile-sparse, or none is")
+    for w in sparse:
+        if w.values.ndim != 3 or w.tile != SHARED_TILE:
+            raise ValueError(
+                f"a tile-sparse weight has values of shape {w.values.shape}, expected"
+                f" [T,P,{SHARED_TILE}]; prune with such tiles"
+            )
+    return tuple(Kept(w.tiles, w.room) for w in sparse)
 
 
 _WEIGHTS = ("bfloat16", *WEIGHT_DTYPES)
@@ -318,6 +361,9 @@ def _problem(
         ValueError: shapes or types disagree.
     """
     m, features = attended.shape
+    products = [layer.out, layer.gate_up, layer.down]
+    products += [] if projection is None else [projection.qkv]
+    kept = _kept(products)
     narrow = layer.out.dtype.itemsize == 1
     turn = -1 if narrow else 1
     (_, d), (f, _) = layer.out.shape[::turn], layer.down.shape[::turn]
@@ -380,11 +426,12 @@ def _problem(
         bias=projection is not None and projection.bias is not None,
         weights=layer.out.dtype.name,
         devices=devices,
+        kept=kept,
     )
 
 
 def _check_kernel(
-    operands: dict[str, Array],
+    operands: dict[str, Any],
     problem: Problem,
     workspace: AllReduceWorkspace | None,
     axis_name: str | None,
@@ -395,7 +442,7 @@ def _check_kernel(
         Unsupported: it cannot.
     """
     device = check_hopper(DeviceSpec.current(), "decode_layer")
-    check_local("decode_layer", *operands.values())
+    check_local("decode_layer", *jax.tree.leaves(operands))
     kinds = {
         operands[name].dtype.name
         for name in ("out", "gate_up", "down", "qkv", "next_out")
@@ -409,6 +456,15 @@ def _check_kernel(
             f" {_WEIGHTS}; use implementation='xla'"
         )
     problem.check()
+    for name, w in operands.items():
+        if not isinstance(w, SharedTileSparse):
+            continue
+        workers = None if w.shares is None else w.shares.workers
+        if workers != device.num_sms:
+            raise Unsupported(
+                f"decode_layer: {name} is shared by {workers} blocks and {device.name}"
+                f" has {device.num_sms} multiprocessors; call share for it"
+            )
     if axis_name is not None:
         over = Call.over(axis_name, out_dtype=jnp.dtype(jnp.bfloat16), device=device)
         check_mesh("decode_layer", over)
@@ -436,7 +492,7 @@ def _check_workspace(workspace: AllReduceWorkspace | None, problem: Problem) -> 
 
 
 def _mosaic_gpu(
-    operands: dict[str, Array],
+    operands: dict[str, Any],
     workspace: AllReduceWorkspace | None,
     problem: Problem,
     call: _Call,
@@ -447,7 +503,7 @@ def _mosaic_gpu(
         # aliasing of the workspace.
         operands = lax.optimization_barrier(operands)
     return mosaic_gpu.decode_layer(
-        operands,
+        _arrays(operands),
         problem=problem,
         config=call.config or DecodeLayerConfig(),
         device=device,
@@ -458,7 +514,7 @@ def _mosaic_gpu(
 
 
 def _xla(
-    operands: dict[str, Array],
+    operands: dict[str, Any],
     workspace: AllReduceWorkspace | None,
     problem: Problem,
     call: _Call,

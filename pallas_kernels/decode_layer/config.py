@@ -64,6 +64,15 @@ class DecodeLayerConfig:
                 raise ValueError(f"{name} {value!r}, expected None or at least {size}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Sizes of a tile-sparse weight."""
+
+    tiles: int
+    room: int
+    """The most rows that a tile may keep: a multiple of 64."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
     """A layer: its sizes, and what the call leaves out."""
@@ -84,6 +93,8 @@ class Problem:
     """Type of the weights: that, or int8 or float8_e4m3fn with scales."""
     devices: int = 1
     """Devices that have a part of the layer each; the sizes are those of a part."""
+    kept: tuple[Kept, ...] = ()
+    """Of tile-sparse weights: `out`, `gate_up`, `down` and, if any, `qkv`."""
 
     @property
     def weight_dtype(self) -> jnp.dtype:
@@ -126,6 +137,11 @@ class Problem:
                 size % pair == 0 for size in (self.d_ff, self.features, self.head_dim)
             ),
         }
+        if self.kept:
+            rooms = [kept.room for kept in self.kept]
+            reasons[f"tiles of at most {rooms} rows, expected multiples of {GROUP}"] = (
+                all(room > 0 and room % GROUP == 0 for room in rooms)
+            )
         for reason, fits in reasons.items():
             if not fits:
                 raise Unsupported(f"decode_layer: {reason}; use implementation='xla'")
@@ -200,6 +216,9 @@ class Stage:
     """Groups between the two of a unit; 0 where they are neighbours."""
     over_devices: int | None = None
     """Which sum over devices the sums are parts of, 0 or 1; None: they are whole."""
+    sparse_tiles: int = 0
+    """Tiles of a tile-sparse weight, which blocks share as `shares` says: `k` is the
+    most rows that one keeps, and parts of all sums go through memory. 0 of others."""
     tile_k: int = 64
     workers: int = 1
     """Blocks."""
@@ -218,7 +237,7 @@ class Stage:
     @property
     def whole(self) -> int:
         """Columns of which every block has as many, as a whole."""
-        return self.columns // self.workers
+        return 0 if self.sparse_tiles else self.columns // self.workers
 
     @property
     def shared(self) -> int:
@@ -295,7 +314,7 @@ class Stage:
     @property
     def direct(self) -> bool:
         """Whether all units are finished from registers."""
-        return self.split <= 1
+        return self.split <= 1 and not self.sparse_tiles
 
     @property
     def parts(self) -> int:
@@ -381,33 +400,40 @@ class Schedule:
             "rows": p.rows,
         }
         heads = p.heads + 2 * p.kv_heads
+
+        def depth(number: int, k: int) -> dict[str, Any]:
+            if not p.kept:
+                return {"k": k}
+            kept = p.kept[number]
+            return {"k": kept.room, "sparse_tiles": kept.tiles}
+
         found = [
             Stage(
                 weight="out",
                 source="attended",
-                k=p.features,
                 n=p.d_model,
                 epilogue="add",
                 over_devices=0 if p.devices > 1 else None,
+                **depth(0, p.features),
                 **cut,
             ),
             Stage(
                 weight="gate_up",
                 source="normed_0",
-                k=p.d_model,
                 n=2 * p.d_ff,
                 epilogue="swiglu",
                 norm=0,
                 half=p.d_ff // GROUP,
+                **depth(1, p.d_model),
                 **cut,
             ),
             Stage(
                 weight="down",
                 source="hidden",
-                k=p.d_ff,
                 n=p.d_model,
                 epilogue="add",
                 over_devices=1 if p.devices > 1 else None,
+                **depth(2, p.d_ff),
                 **cut,
             ),
         ]
@@ -415,11 +441,11 @@ class Schedule:
             qkv = Stage(
                 weight="qkv",
                 source="normed_1",
-                k=p.d_model,
                 n=heads * p.head_dim,
                 epilogue="rotate",
                 norm=1,
                 half=p.head_dim // (2 * GROUP),
+                **depth(3, p.d_model),
                 **cut,
             )
             found.append(qkv)
@@ -447,6 +473,9 @@ class Schedule:
 
         Who stores a part multiplies what all have made of the parts before.
         """
+        if self.problem.kept:  # places for a pair of tiles
+            pairs = max(-(-kept.tiles // 2) for kept in self.problem.kept)
+            return WARPGROUPS * (pairs + self.workers)
         return max(stage.shared_units * stage.parts for stage in self.stages)
 
     @property
@@ -454,7 +483,9 @@ class Schedule:
         """Tiles of activations in flight."""
         rows = self.problem.rows
         # So many that six tiles of weights have room beside them, up to 32 requests.
-        if self.problem.narrow:  # whose tiles are larger
+        if self.problem.kept:  # two tiles of each
+            default = max(2, min(8, 96 // rows))
+        elif self.problem.narrow:  # whose tiles are larger
             default = 4 if rows <= 24 else 3
         else:
             default = 8 if rows <= 24 else 7 if rows <= 32 else 5
@@ -464,7 +495,8 @@ class Schedule:
     def fixed_bytes(self) -> int:
         """Shared memory besides the ring of weights."""
         rows = self.problem.rows
-        slot = smem_bytes((rows, self.tile_k), jnp.bfloat16)
+        tiles = 2 if self.problem.kept else 1
+        slot = smem_bytes((tiles, rows, self.tile_k), jnp.bfloat16)
         return self.activation_slots * slot + 4096
 
     @property

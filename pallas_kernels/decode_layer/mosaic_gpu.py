@@ -23,6 +23,9 @@ Weights of 8 bits are widened in registers. What a stage makes for the next then
 features in the order in which threads read weights four at a time; the attention's
 output has not, and is multiplied by weights read two at a time.
 
+Tile-sparse weights are shared otherwise, see `shares`, and what they multiply is
+gathered, see `gathered`; the epilogues are the same.
+
 Blocks share the tiles of a stage evenly (`config.Stage` says how). Who has a column of
 tiles alone finishes it from registers. Sums of other columns go through global memory
 in fp32; whoever finishes them adds them in a fixed order, so that the bits of a row
@@ -57,6 +60,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.collective_matmul.all_reduce import AllReduceWorkspace
+from pallas_kernels.decode_layer import gathered
 from pallas_kernels.decode_layer.config import (
     GROUP,
     TILE_GROUPS,
@@ -147,6 +151,12 @@ class _Block:
         self.refs, self.scratch = refs, scratch
         self.problem, self.stages = schedule.problem, schedule.stages
         self.worker = lax.axis_index("worker")
+        # Of tile-sparse weights: memory answers before a role asks.
+        self.stretches = {
+            stage.weight: gathered.Stretch(refs, stage, self.worker)
+            for stage in self.stages
+            if stage.sparse_tiles
+        }
         # One for each shared unit of each stage, each stage, and each norm.
         units, stages = schedule.first_units, len(self.stages)
         self.of_units = units[:-1]
@@ -166,6 +176,8 @@ class _Block:
 
         ``body(piece, carry)`` returns the carry.
         """
+        if stage.sparse_tiles:
+            return self.stretches[stage.weight].for_each_piece(body, carry)
 
         def one(index: Scalar, carry: Any) -> Any:
             return body(stage.piece(self.worker, index), carry)
@@ -224,7 +236,7 @@ class _Block:
             read_once(weight)  # pyright: ignore[reportCallIssue]
 
             def copy(
-                piece: Piece,
+                piece: Any,
                 k: Scalar,
                 slot: Scalar,
                 weight: Ref = weight,
@@ -234,9 +246,14 @@ class _Block:
                 for number in range(WARPGROUPS):
                     unit = piece.column * WARPGROUPS + number
                     for j, group in enumerate(stage.groups(unit)):
-                        tile = rows, pl.ds(group * GROUP, GROUP)
+                        tile: Any = rows, pl.ds(group * GROUP, GROUP)
+                        if self.problem.narrow:
+                            tile = tile[::-1]
+                        elif stage.sparse_tiles:
+                            columns = pl.ds(j * GROUP, GROUP)
+                            tile = piece.tiles[number], rows, columns
                         plgpu.copy_gmem_to_smem(
-                            weight.at[tile[::-1] if self.problem.narrow else tile],
+                            weight.at[tile],
                             ring["smem"].at[slot, number * UNIT + j],
                             ring["full"].at[slot],
                         )
@@ -288,6 +305,7 @@ class _Block:
                     ring["full"].at[slot],
                 )
 
+            gather = gathered.Gather(self, stage) if stage.sparse_tiles else None
             if i:
                 self.wait(self.ready[i - 1], self.stages[i - 1].finished)
                 proxy_fence()  # pyright: ignore[reportCallIssue]
@@ -295,7 +313,10 @@ class _Block:
                 # Not later: who finishes a column needs them to go on, and copies wait
                 # for it.
                 self.factors(stage.norm)
-            carry = self.stream(stage, "activations", copy, carry)
+            if gather is not None:
+                carry = gather.stream(source, ring, carry[0]), carry[1]
+            else:
+                carry = self.stream(stage, "activations", copy, carry)
         drain(ring, carry[0], self.schedule.activation_slots)
 
     def compute(self, number: Scalar) -> None:
@@ -320,6 +341,9 @@ class _Block:
                 if stage.norm is not None and (stage.direct or stage.whole):
                     load = functools.partial(self.load_factors, stage.norm, place)
                 sums, factors, slots = self.multiply(stage, piece, number, slots, load)
+                if stage.sparse_tiles:
+                    self.store_sums(self.part_of_pair(piece, number), sums)
+                    return slots
                 store = functools.partial(self.store_part, i, stage, unit, piece, sums)
                 finish = functools.partial(
                     self.finish_unit, i, stage, unit, place, sums, factors
@@ -335,6 +359,8 @@ class _Block:
                 return slots
 
             slots = self.for_each_piece(stage, piece, slots)
+            if stage.sparse_tiles:
+                self.signal(self.counter(self.of_units[i]))
             self.finish_items(i, stage, number)
 
     # --- Matmuls ----------------------------------------------------------------------
@@ -369,7 +395,10 @@ class _Block:
                 plgpu.barrier_wait(activations["full"].at[x])
                 plgpu.barrier_wait(weights["full"].at[w])
                 tiles = [weights["smem"].at[w, number * UNIT + j] for j in range(UNIT)]
-                self.multiply_tile(stage, accs, tiles, activations["smem"].at[x])
+                tokens = activations["smem"].at[
+                    (x, number) if stage.sparse_tiles else x
+                ]
+                self.multiply_tile(stage, accs, tiles, tokens)
                 plgpu.wgmma_wait(0)
                 if self.problem.narrow:
                     # The copy engine may write what registers have read.
@@ -433,11 +462,18 @@ class _Block:
     ) -> None:
         """Leaves sums to who finishes the unit."""
         unit = unit - (stage.units - stage.shared_units)
-        for j, values in enumerate(sums):
-            there = self.part(stage, unit, piece.part).at[j]
-            for n in range(stage.rows // 8):
-                there.at[n][...] = values[:, 8 * n : 8 * (n + 1)]
+        self.store_sums(self.part(stage, unit, piece.part), sums)
         self.signal(self.counter(self.of_units[i] + unit))
+
+    def part_of_pair(self, piece: Piece, number: Scalar) -> Ref:
+        """Where a warpgroup leaves its sums of a tile of a tile-sparse weight."""
+        return self.refs["parts"].at[piece.part * WARPGROUPS + number]
+
+    def store_sums(self, part: Ref, sums: list[jax.Array]) -> None:
+        """Stores the sums of a unit."""
+        for j, values in enumerate(sums):
+            for n in range(self.problem.rows // 8):
+                part.at[j].at[n][...] = values[:, 8 * n : 8 * (n + 1)]
 
     def load_parts(self, stage: Stage, unit: Scalar, j: Any, row: Scalar) -> Any:
         """The sum of the parts of a group of a shared unit, which are there."""
@@ -493,10 +529,16 @@ class _Block:
             place = _Place(groups, row, stage.item_rows)
             # What it reads besides the parts comes while it waits for them.
             epilogue = self.prepare(stage, place)
-            self.wait(self.counter(self.of_units[i] + unit), stage.parts)
-            sums = [
-                self.load_parts(stage, unit, j + n, row) for n in range(len(groups))
-            ]
+            if stage.sparse_tiles:  # whose features may lie in any of its tiles
+                stretch = self.stretches[stage.weight]
+                places = [stretch.find_sums(group) for group in groups]
+                self.wait(self.counter(self.of_units[i]), workers)
+                sums = [stretch.load_sums(place, row) for place in places]
+            else:
+                self.wait(self.counter(self.of_units[i] + unit), stage.parts)
+                sums = [
+                    self.load_parts(stage, unit, j + n, row) for n in range(len(groups))
+                ]
             epilogue(sums)
             self.signal(self.ready[i])
 
@@ -728,7 +770,9 @@ def _scratch_types(schedule: Schedule) -> dict[str, Any]:
             transforms=smem_transforms(line, weight_dtype),
         ),
         "activations": plgpu.SMEM(
-            (activations, rows, tile_k), jnp.bfloat16, transforms=transforms
+            (activations, *([2] if schedule.problem.kept else []), rows, tile_k),
+            jnp.bfloat16,
+            transforms=transforms,
         ),
         "weights_full": plgpu.Barrier(num_arrivals=TILE_GROUPS, num_barriers=weights),
         "weights_empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=weights),

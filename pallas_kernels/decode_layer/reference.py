@@ -1,14 +1,17 @@
 """The definition of a decoder layer from one attention to the next, in fp32."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.decode_layer.shares import SharedTileSparse
+
 
 def decode_layer(
-    operands: Mapping[str, jax.Array], *, heads: int, head_dim: int, eps: float
+    operands: Mapping[str, Any], *, heads: int, head_dim: int, eps: float
 ) -> tuple[Float[Array, "D R"], Float[Array, "M C"] | None]:
     """The residual after the layer, and queries, keys and values of the next.
 
@@ -23,7 +26,11 @@ def decode_layer(
         In fp32: ``(residual, queries keys and values)``, feature-major [D,R] and [M,C];
         the second None without a weight `qkv`.
     """
-    given = {name: a.astype(jnp.float32) for name, a in operands.items()}
+    dense = {
+        name: a.weight.to_dense() if isinstance(a, SharedTileSparse) else a
+        for name, a in operands.items()
+    }
+    given = {name: a.astype(jnp.float32) for name, a in dense.items()}
     for name in ("out", "gate_up", "down", "qkv"):
         if (scale := given.get(f"{name}_scale")) is not None:
             given[name] = (given[name] * scale[:, None]).T

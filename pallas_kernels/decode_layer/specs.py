@@ -20,6 +20,27 @@ class DecodeLayerSpec:
     """Whether queries, keys and values have one."""
     weights: str = "bfloat16"
     """Type of the weights: that, int8 or float8_e4m3fn."""
+    keep: float = 1.0
+    """Share of the input features that each tile of 128 columns keeps; below one,
+    weights are tile-sparse."""
+    uneven: bool = False
+    """Whether tiles keep from half to one and a half times as many."""
+
+    @property
+    def products(self) -> dict[str, tuple[int, int]]:
+        """Input and output features of the weights."""
+        features = self.heads * self.head_dim
+        columns = (self.heads + 2 * self.kv_heads) * self.head_dim
+        return {
+            "out": (features, self.d_model),
+            "gate_up": (self.d_model, 2 * self.d_ff),
+            "down": (self.d_ff, self.d_model),
+            "qkv": (self.d_model, columns),
+        }
+
+    def room(self, k: int) -> int:
+        """The most rows that a tile of a tile-sparse weight keeps of `k`."""
+        return round(k * self.keep * (1.5 if self.uneven else 1) / 64) * 64
 
 
 _MODELS = {
@@ -33,15 +54,29 @@ _MODELS = {
     },
 }
 
-SPECS: tuple[DecodeLayerSpec, ...] = tuple(
-    DecodeLayerSpec(name=f"{name}_m{m}", m=m, **sizes)
-    for name, sizes in _MODELS.items()
-    for m in ((1, 8, 32, 64) if name == "llama3_8b" else (8,))
-) + tuple(
-    DecodeLayerSpec(
-        name=f"llama3_8b_m{m}_{short}", m=m, weights=weights, **_MODELS["llama3_8b"]
+SPECS: tuple[DecodeLayerSpec, ...] = (
+    tuple(
+        DecodeLayerSpec(name=f"{name}_m{m}", m=m, **sizes)
+        for name, sizes in _MODELS.items()
+        for m in ((1, 8, 32, 64) if name == "llama3_8b" else (8,))
     )
-    for short, weights in {"int8": "int8", "fp8": "float8_e4m3fn"}.items()
-    for m in (1, 32)
+    + tuple(
+        DecodeLayerSpec(
+            name=f"llama3_8b_m{m}_{short}", m=m, weights=weights, **_MODELS["llama3_8b"]
+        )
+        for short, weights in {"int8": "int8", "fp8": "float8_e4m3fn"}.items()
+        for m in (1, 32)
+    )
+    + tuple(
+        DecodeLayerSpec(
+            name=f"llama3_8b_m{m}_{short}",
+            m=m,
+            keep=0.25,
+            uneven=short == "uneven75",
+            **_MODELS["llama3_8b"],
+        )
+        for short in ("sparse75", "uneven75")
+        for m in (1, 32)
+    )
 )
 """Every shape that is lowered in the tests and benchmarked."""

@@ -1,14 +1,18 @@
 """A decoder layer from one attention to the next through XLA: a dozen launches."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.decode_layer.shares import SharedTileSparse
+from pallas_kernels.tile_sparse_matmul import tile_sparse_matmul
+
 
 def decode_layer(
-    operands: Mapping[str, jax.Array],
+    operands: Mapping[str, Any],
     *,
     heads: int,
     kv_heads: int,
@@ -32,6 +36,9 @@ def decode_layer(
     dtype, m = operands["attended"].dtype, operands["attended"].shape[0]
 
     def matmul(x: jax.Array, name: str) -> jax.Array:
+        if isinstance(shared := operands[name], SharedTileSparse):
+            w, x = shared.weight, x.astype(dtype)
+            return tile_sparse_matmul(x, w, implementation="xla").astype(jnp.float32)
         weight, scale = operands[name], operands.get(f"{name}_scale")
         if scale is not None:
             weight = weight.astype(dtype).T

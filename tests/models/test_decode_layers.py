@@ -1,6 +1,7 @@
 """Decoding with one launch between two attentions, beside the blocks one by one."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,16 @@ from flax import nnx
 
 from jaxscale.models import Decoder, decode_layers, quantize
 from jaxscale.models.families.llama import llama_tiny
-from jaxscale.nn import PagedRows
+from jaxscale.models.stack import unstacked
+from jaxscale.nn import PagedRows, TileSparseLinear
+from jaxscale.pruning.layers import linears, replace_linears
 from jaxscale.sharding import create, fsdp_tp, make_mesh
 from jaxscale.sharding.decode_all_reduce import Sums
 from pallas_kernels.collective_matmul import ops
 from pallas_kernels.decode_layer import api
 from pallas_kernels.dispatch import recorded
 from pallas_kernels.mosaic import H200, use_device
+from pallas_kernels.tile_sparse_matmul import TileSparse
 from tests.decoding import decode, nan_pages
 from tests.interpreter import interpret_mosaic_gpu
 from tests.pallas_kernels.collective_matmul.test_low_latency import SMALL
@@ -220,11 +224,66 @@ def test_more_rows_or_tokens_run_as_blocks():
         assert not chosen(model, 2, queries=3)
 
 
+def pruned(model):
+    """Three quarters of the rows of each tile left out, all columns kept."""
+
+    def convert(_, layer):
+        k, n = layer.kernel.shape
+        scores = jax.random.uniform(jax.random.key(k + n), (k, n // 128))
+        mask = jnp.repeat(scores < jnp.quantile(scores, 0.25), 128, axis=1)
+        weight = TileSparse.from_dense(layer.kernel[...], mask, tile=128)
+        return TileSparseLinear(
+            TileSparse.stack([weight]),
+            split=None,
+            kernel_axes=layer.kernel_axes,
+            out_axes=layer.out_axes,
+            dtype=layer.dtype,
+            rules=layer.rules,
+        )
+
+    for i, block in enumerate(model.blocks):
+        names = linears(block)
+        layers = {n: functools.partial(convert, n) for n in names}
+        model.blocks[i] = replace_linears(block, layers)
+    return model.for_inference()
+
+
+def apart(dtype=jnp.float32):
+    """A model whose layers are not joined."""
+    config = dataclasses.replace(llama_tiny(), num_layers=3, **WIDE)
+    model = Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
+    return unstacked(model)
+
+
+def test_logits_of_a_pruned_model_are_those_of_the_blocks():
+    model = pruned(apart())
+    tokens = jax.random.randint(jax.random.key(1), (3, 8), 0, model.config.vocab_size)
+    want, pages = decode(model, tokens, 4, 1, 1, 1, 1)
+    model.decode_layer = "xla"
+    with recorded() as choices:
+        found, again = decode(model, tokens, 4, 1, 1, 1, 1)
+    assert ("decode_layer", "xla") in choices
+    np.testing.assert_allclose(found, want, atol=2e-5)
+    np.testing.assert_allclose(again, pages, atol=2e-5)
+
+
+def test_tile_sparse_weights_take_the_kernel_if_all_are():
+    assert not chosen(pruned(apart(jnp.bfloat16)))  # no GPU
+    with use_device(H200):
+        model = pruned(apart(jnp.bfloat16))
+        assert chosen(model) and chosen(model, 32)
+        assert decode_layers.faster(model.blocks, 1) is None  # not timed
+        model.blocks[1] = make(jnp.bfloat16, **WIDE).blocks[1]
+        assert not chosen(model)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("weights", [None, "int8", "pruned"])
 def test_the_kernel_decodes_as_the_blocks(weights):
     model = make(jnp.bfloat16, **WIDE)
-    if weights is not None:
+    if weights == "pruned":
+        model = pruned(apart(jnp.bfloat16))
+    elif weights is not None:
         model = quantize(model, weights)
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, model.config.vocab_size)
     model.decode_layer = None

@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.decode_layer import tile_sparse
 from pallas_kernels.decode_layer import mosaic_gpu
-from pallas_kernels.decode_layer.config import DecodeLayerConfig, Problem
+from pallas_kernels.decode_layer.api import _arrays
+from pallas_kernels.decode_layer.config import DecodeLayerConfig, Kept, Problem
+from pallas_kernels.decode_layer.specs import DecodeLayerSpec
 from pallas_kernels.mosaic import DeviceSpec
 from tests.pallas_kernels.decode_layer.test_decode_layer import (
     EPS,
@@ -22,6 +25,11 @@ from tests.pallas_kernels.decode_layer.test_decode_layer import (
     TINY,
     check,
     operands,
+)
+from tests.pallas_kernels.decode_layer.test_tile_sparse import (
+    EQUAL,
+    UNEVEN,
+    sparse,
 )
 
 
@@ -33,7 +41,7 @@ LLAMA3_8B = Problem(
 
 def run(problem, given):
     return mosaic_gpu.decode_layer(
-        given,
+        _arrays(given),
         problem=problem,
         config=DecodeLayerConfig(),
         device=DeviceSpec.current(),
@@ -80,6 +88,20 @@ def real(m, weights=""):
     return problem, operands(problem)
 
 
+def real_sparse(m, uneven):
+    problem, given = real(m)
+    spec = DecodeLayerSpec(
+        name="", m=m, d_model=4096, d_ff=14336, heads=32, kv_heads=8, keep=0.25
+    )
+    spec = dataclasses.replace(spec, uneven=uneven)
+    given, kept = dict(given), []
+    for i, (name, (k, n)) in enumerate(spec.products.items()):
+        given[name] = tile_sparse(spec, k, n, jax.random.key(i))
+        kept.append(Kept(n // 128, spec.room(k)))
+    given["next_out"] = given["out"]
+    return dataclasses.replace(problem, kept=tuple(kept)), given
+
+
 @pytest.mark.parametrize(
     ("m", "weights"),
     [
@@ -106,6 +128,48 @@ def test_a_real_layer_is_right_and_repeats(m, weights):
 def test_a_row_does_not_depend_on_the_others(m, weights):
     problem, given = real(m, weights)
     residual, q, kv, _ = run(problem, given)
+    some = {
+        "attended": given["attended"][:8],
+        **{name: given[name][:, :8] for name in ("residual", "cos", "sin")},
+    }
+    few = run(dataclasses.replace(problem, m=8), given | some)
+    for a, b in zip(few, (residual[:, :8], q[:8], kv[:8]), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts", "columns"),
+    [
+        ({"m": 1, "bias": True}, EQUAL, None),
+        ({"m": 32}, UNEVEN, 128),
+        ({"m": 16} | LAST, UNEVEN, None),
+    ],
+)
+def test_tiny_layers_of_tile_sparse_weights(changes, counts, columns):
+    workers = DeviceSpec.current().num_sms
+    problem = dataclasses.replace(TINY, **changes)
+    problem, given = sparse(problem, counts, workers, columns)
+    poison(problem)
+    check(problem, given, jax.block_until_ready(run(problem, given)))
+
+
+@pytest.mark.parametrize(("m", "uneven"), [(1, False), (8, True), (32, True)])
+def test_a_real_layer_of_tile_sparse_weights(m, uneven):
+    problem, given = real_sparse(m, uneven)
+    poison(problem)
+    first = run(problem, given)
+    check(problem, given, first)
+    others = given | {"attended": given["attended"][:, ::-1]}
+    for _ in range(20):
+        run(problem, others)
+        again = run(problem, given)
+        for a, b in zip(first, again, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_a_row_of_tile_sparse_weights_does_not_depend_on_the_others():
+    problem, given = real_sparse(32, True)
+    residual, q, kv = run(problem, given)
     some = {
         "attended": given["attended"][:8],
         **{name: given[name][:, :8] for name in ("residual", "cos", "sin")},

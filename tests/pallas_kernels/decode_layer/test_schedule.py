@@ -7,14 +7,19 @@ The interpreter runs the kernel itself, but only for a few blocks and few tiles.
 import collections
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.decode_layer.config import (
     WARPGROUPS,
     DecodeLayerConfig,
+    Kept,
+    Piece,
     Problem,
     Schedule,
 )
+from pallas_kernels.decode_layer.shares import Shares, make_plan
 from pallas_kernels.decode_layer.specs import SPECS
 from pallas_kernels.mosaic import H200
 
@@ -27,9 +32,16 @@ class Roles:
         self.signals = collections.Counter()
         self.filled = collections.Counter()
         self.freed = collections.Counter()
+        self.stretches = {
+            stage.weight: stretches(stage)
+            for stage in self.stages
+            if stage.sparse_tiles
+        }
         self.slots = {"w": schedule.weight_slots, "x": schedule.activation_slots}
 
     def pieces(self, stage, worker):
+        if stage.sparse_tiles:
+            return self.stretches[stage.weight][worker]
         return [stage.piece(worker, i) for i in range(stage.pieces(worker))]
 
     def room(self, ring, worker):
@@ -77,16 +89,24 @@ class Roles:
                         yield self.tile(ring, worker, number)
                     for ring in "xw":
                         self.freed[ring, worker, number] += 1
+                if stage.sparse_tiles:
+                    continue
                 unit = piece.column * WARPGROUPS + number
                 if not stage.is_alone(piece):
                     self.signals["unit", i, unit - first] += 1
                     continue
                 self.signals["ready", i] += 1
+            if stage.sparse_tiles:
+                self.signals["parts", i] += 1
             me, step = number * self.schedule.workers + worker, WARPGROUPS
             for index in range(me, stage.items, step * self.schedule.workers):
                 unit = stage.item(index)[0]
                 yield from self.factors(stage)
-                yield self.at_least(("unit", i, unit), stage.parts)
+                if stage.sparse_tiles:
+                    everybody = WARPGROUPS * self.schedule.workers
+                    yield self.at_least(("parts", i), everybody)
+                else:
+                    yield self.at_least(("unit", i, unit), stage.parts)
                 self.signals["ready", i] += 1
 
     def factors(self, stage):
@@ -116,9 +136,30 @@ class Roles:
         return {name: what for name, (_, (holds, what)) in waiting.items() if holds}
 
 
+def stretches(stage):
+    """The pieces of each block, of tiles that keep from none to all they may."""
+    counts = np.random.default_rng(0).integers(0, stage.k + 1, stage.sparse_tiles)
+    shares = Shares(stage.sparse_tiles, stage.n, stage.workers)
+    plan = np.asarray(make_plan(jnp.asarray(counts), None, shares))
+    pairs = plan[shares.of_pair : shares.of_feature].reshape(-1, 4)
+    found = []
+    for number, first, *_, begin, end in plan[: shares.of_pair].reshape(-1, 8):
+        taken = [
+            min(end, after) - max(begin, before)
+            for _, _, before, after in pairs[first : first + number]
+        ]
+        found.append([Piece(None, None, 0, 1, int(count)) for count in taken])
+    return found
+
+
 def problem_of(spec):
     sizes = dataclasses.asdict(spec)
     del sizes["name"]
+    keep, _ = sizes.pop("keep"), sizes.pop("uneven")
+    if keep < 1:
+        sizes["kept"] = tuple(
+            Kept(n // 128, spec.room(k)) for k, n in spec.products.values()
+        )
     return Problem(features=spec.heads * spec.head_dim, **sizes)
 
 

@@ -1,0 +1,191 @@
+"""How blocks share a tile-sparse weight: equally, whatever its tiles keep.
+
+Tiles are taken in pairs by falling count, so that the two of a pair have about as many
+steps of 64 rows. The steps of all pairs stand in one row, and each block has a stretch
+of it, as long as that of any other: the last steps of one pair, whole pairs, the first
+steps of another. Its sums of each pair are a *part*; whoever finishes a feature adds
+the parts of its pair. All of this follows from the counts alone and is written down
+once, when a model is prepared: a launch reads it.
+
+Axes: T tiles, C pairs of tiles, N output features, W blocks.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels.decode_layer.config import GROUP, UNIT, WARPGROUPS
+from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.tile_sparse_matmul import TileSparse
+
+
+SHARED_TILE = UNIT * GROUP
+"""Columns of a tile: those of a warpgroup."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Where what lies in the plan of a weight, an int32 vector.
+
+    First are eight numbers of each block: how many pairs it has, the first one, the
+    step of it that it begins with, how many of these it takes, the two tiles, and the
+    steps before and after its stretch, of all.
+    """
+
+    tiles: int
+    n: int
+    workers: int
+
+    @property
+    def pairs(self) -> int:
+        """C; of an odd number the last tile is taken twice."""
+        return -(-self.tiles // 2)
+
+    @property
+    def of_pair(self) -> int:
+        """Four numbers of each pair: its tiles, and the steps before and after it."""
+        return 8 * self.workers
+
+    @property
+    def of_feature(self) -> int:
+        """Two numbers of each output feature: where its first part lies, and how many
+        there are.
+        """
+        return self.of_pair + 4 * self.pairs
+
+    @property
+    def size(self) -> int:
+        """Numbers of a plan."""
+        return self.of_feature + 2 * self.n
+
+    @property
+    def parts(self) -> int:
+        """Places for parts: no two have the same sum of block and pair."""
+        return self.pairs + self.workers
+
+
+def make_plan(
+    counts: Int[Array, "T"], places: Int[Array, "N"] | None, shares: Shares
+) -> Int[Array, " size"]:
+    """The plan of a weight.
+
+    Args:
+        counts: rows that each tile keeps.
+        places: the packed column of each output feature, T times 128 or more of one
+            that is pruned; None where all are kept, in order.
+        shares: sizes.
+    """
+    pairs, workers = shares.pairs, shares.workers
+    order = jnp.argsort(-counts, stable=True)
+    order = jnp.concatenate([order, order[-1:]])[: 2 * pairs].reshape(pairs, 2)
+    depths = -(-jnp.max(counts[order], axis=1) // GROUP)
+    after = jnp.cumsum(depths)
+    before, steps = after - depths, after[-1]
+    # Where there are fewer steps than blocks, the first ones have one each.
+    active = jnp.maximum(jnp.minimum(workers, steps), 1)
+    bounds = steps * jnp.minimum(jnp.arange(workers + 1), active) // active
+    begin, end = bounds[:-1], bounds[1:]
+
+    def pair_of(step: Array) -> Array:
+        return jnp.minimum(jnp.searchsorted(after, step, side="right"), pairs - 1)
+
+    def worker_of(step: Array) -> Array:
+        return jnp.searchsorted(end, step, side="right")
+
+    first, last = pair_of(begin), pair_of(end - 1)
+    number = jnp.where(end > begin, last - first + 1, 0)
+    skip = begin - before[first]
+    taken = jnp.minimum(end, after[first]) - begin
+    of_worker = [number, first, skip, taken, *order[first].T, begin, end]
+    of_pair = [*order.T, before, after]
+    # Where the sums of packed columns lie.
+    owner = worker_of(before)
+    parts = jnp.where(depths > 0, worker_of(after - 1) - owner + 1, 0)
+    packed = jnp.arange(shares.n) if places is None else places
+    tile, column = packed // SHARED_TILE, packed % SHARED_TILE
+    is_there = tile < shares.tiles
+    place = (
+        jnp.zeros(2 * pairs, jnp.int32)
+        .at[order.ravel()[: shares.tiles]]
+        .set(jnp.arange(shares.tiles), mode="drop")[jnp.where(is_there, tile, 0)]
+    )
+    pair, half = place // 2, place % 2
+    group = ((pair + owner[pair]) * WARPGROUPS + half) * UNIT + column // GROUP
+    of_feature = [
+        group * GROUP + column % GROUP,
+        jnp.where(is_there, parts[pair], 0),
+    ]
+    tables = (of_worker, of_pair, of_feature)
+    return jnp.concatenate(
+        [jnp.stack(table, axis=1).ravel() for table in tables]
+    ).astype(jnp.int32)
+
+
+@typing.no_type_check  # transformations rebuild it around shapes
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedTileSparse:
+    """A tile-sparse weight, and how the blocks of a GPU share it; see `share`."""
+
+    weight: TileSparse
+    plan: Int[Array, " size"] | None
+    """For the kernel; XLA needs none."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Input and output features."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Type of the values."""
+        return self.weight.dtype
+
+    @property
+    def shares(self) -> Shares | None:
+        """Where what lies in the plan, if there is one."""
+        if self.plan is None:
+            return None
+        w = self.weight
+        sizes = Shares(w.tiles, w.shape[1], 0)
+        return dataclasses.replace(sizes, workers=(self.plan.size - sizes.size) // 8)
+
+
+def share(weight: TileSparse, device: DeviceSpec | None = None) -> SharedTileSparse:
+    """Plans how the blocks of a GPU share a weight, once for all calls.
+
+    Args:
+        weight: tiles of 128 columns.
+        device: the GPU; None is the one that computations run on.
+
+    Raises:
+        ValueError: there is no GPU and none is named.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from pallas_kernels.mosaic import H200
+        >>> w = TileSparse.from_dense(jnp.ones((256, 256)), tile=128)
+        >>> share(w, H200).shares
+        Shares(tiles=2, n=256, workers=132)
+    """
+    device = device or DeviceSpec.current()
+    if device is None:
+        raise ValueError("device None where no GPU is; name one, such as H200")
+    places = weight.places
+    if places is None and weight.columns is not None:
+        inputs, outputs = weight.shape
+        del inputs
+        places = jnp.full((outputs,), weight.packed_columns, jnp.int32)
+        places = places.at[weight.columns].set(
+            jnp.arange(weight.packed_columns, dtype=jnp.int32), mode="drop"
+        )
+    if places is not None:  # the last tile may not be whole
+        beyond = weight.tiles * weight.tile
+        places = jnp.where(places < weight.packed_columns, places, beyond)
+    shares = Shares(weight.tiles, weight.shape[1], device.num_sms)
+    return SharedTileSparse(
+        weight=weight, plan=make_plan(weight.counts, places, shares)
+    )
