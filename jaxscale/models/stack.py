@@ -81,8 +81,9 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 - ``dots``: results of all matmuls, attention scores among them.
 - ``dots_no_batch``: results of the linear layers; attention and elementwise operations
   are recomputed.
-- ``attention``: the same and the results of fused attention (ours, cuDNN's), so that
-  only elementwise operations are recomputed. The usual choice.
+- ``attention``: the same and the results of fused attention (ours, cuDNN's), with
+  queries and keys as rotated for it, so that only other elementwise operations are
+  recomputed. The usual choice.
 
 fp8 linear layers save their inputs in fp8 with ``none``; with the others they quantize
 them again, unless your own policy saves the name ``fp8_operand``.
