@@ -11,6 +11,7 @@ is kept in ``.cuda_cache``, under a hash of the lowered program and the options.
 """
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -23,7 +24,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -191,6 +192,22 @@ def kernels_in(ptxas: str) -> list[dict[str, Any]]:
     ]
 
 
+@contextlib.contextmanager
+def messages() -> Iterator[list[str]]:
+    """What the compiler writes meanwhile, to the file of descriptor 1, as one text."""
+    found: list[str] = []
+    with tempfile.TemporaryFile("w+") as file:
+        before = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        try:
+            yield found
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
+        file.seek(0)
+        found.append(file.read())
+
+
 def _answer(module: str, name: str, arguments: list[Any], count: int) -> dict[str, Any]:
     program = getattr(importlib.import_module(module), name)
     fn, shapes = program(target_devices(count), *arguments)
@@ -205,20 +222,10 @@ def _answer(module: str, name: str, arguments: list[Any], count: int) -> dict[st
     path = CACHE / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     if path.exists() and "serialized" in (kept := json.loads(path.read_text())):
         return kept
-    with (
-        tempfile.TemporaryFile("w+") as messages,
-        tempfile.TemporaryDirectory() as dump,
-    ):
-        # The compiler writes to the file that descriptor 1 stands for.
-        before = os.dup(1)
-        os.dup2(messages.fileno(), 1)
-        try:
+    with tempfile.TemporaryDirectory() as dump:
+        with messages() as found:
             compiled = lowered.compile({"xla_dump_to": dump})
-        finally:
-            os.dup2(before, 1)
-            os.close(before)
-        messages.seek(0)
-        said = messages.read()
+        (said,) = found
         kernels = kernels_in(said)
         # There is a second file where passes changed what the first says.
         file = sorted(Path(dump).glob("*.thunk_sequence*.txt"))[-1]

@@ -19,7 +19,7 @@ from jaxscale import models, sharding, training
 from jaxscale.models.stack_layout import StackLayout
 from jaxscale.nn.packing import PackedBatch
 from jaxscale.sharding import AxisRules, MeshConfig
-from pallas_kernels.mosaic import keep_modules
+from pallas_kernels.mosaic import compile_ahead, keep_modules
 
 
 def prepare(
@@ -74,7 +74,7 @@ def prepare(
     by_row = NamedSharding(mesh, rules.spec("batch"))
 
     def run(state: Any, batch: Any) -> tuple[Any, Any]:
-        with keep_modules():
+        with keep_modules(), compile_ahead(devices[0]):
             state, metrics = step(state, batch)
         return state, metrics["loss"]
 

@@ -18,7 +18,7 @@ from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block
 from jaxscale.nn.context import packed_attention_saveable
 from jaxscale.nn.embeddings import Embed
-from jaxscale.nn.self_attention import AttentionState, Packed
+from jaxscale.nn.self_attention import ROTATED_NAME, AttentionState, Packed
 from jaxscale.sharding.fp8 import OUT_NAME as FP8_NAME
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import AxisRules
@@ -50,6 +50,7 @@ _linear_saveable = _policies.save_from_both_policies(
         TILE_SPARSE_NAME,
     ),
 )
+_rotated_saveable = _policies.save_only_these_names(ROTATED_NAME)
 _gathered_saveable = _policies.save_only_these_names(GATHERED_NAME)
 
 
@@ -59,6 +60,7 @@ def _attention_saveable(primitive: Any, *args: Any, **params: Any) -> bool:
         # cuDNN's forward pass, whose result and log-sum-exp carry no names.
         primitive.name.startswith("dot_product_attention_fwd")
         or packed_attention_saveable(primitive, *args, **params)
+        or _rotated_saveable(primitive, *args, **params)
         or _linear_saveable(primitive, *args, **params)
     )
 
@@ -79,8 +81,9 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 - ``dots``: results of all matmuls, attention scores among them.
 - ``dots_no_batch``: results of the linear layers; attention and elementwise operations
   are recomputed.
-- ``attention``: the same and the results of fused attention (ours, cuDNN's), so that
-  only elementwise operations are recomputed. The usual choice.
+- ``attention``: the same and the results of fused attention (ours, cuDNN's), with
+  queries and keys as rotated for it, so that only other elementwise operations are
+  recomputed. The usual choice.
 
 fp8 linear layers save their inputs in fp8 with ``none``; with the others they quantize
 them again, unless your own policy saves the name ``fp8_operand``.

@@ -20,6 +20,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -62,6 +63,9 @@ KV_AXES = ("batch", None, "act_kv_heads", None)
 """Logical axes of keys and values, [B, T, K, H]."""
 STACKED_AXES = ("batch", None, None, "act_kv_heads", None)
 """Logical axes of keys and values in one array, [B, T, 2, K, H]."""
+ROTATED_NAME = "rotated_heads"
+"""The name of queries and keys as attention takes them, for policies of
+`jax.checkpoint`."""
 
 
 # Transformations rebuild these classes around shardings and shapes, so that their
@@ -455,6 +459,9 @@ class Attention(nnx.Module):
 
         def local(state: State, q: Array, k: Array, v: Array) -> tuple[Array, State]:
             q, k = _rotate(config, q, k, state)
+            if self.query_norm is None:
+                # What was rotated is then needed no more, but for a norm's gradients.
+                q, k = checkpoint_name((q, k), ROTATED_NAME)
             return state.attend(q, k, v, config, self.implementation)
 
         return self._over_heads(local, state, heads, (Q_AXES, KV_AXES, KV_AXES))

@@ -11,7 +11,7 @@ from jaxscale.checks import private_folder
 
 
 @contextlib.contextmanager
-def programs_in(folder: Path) -> Iterator[None]:
+def programs_in(folder: Path) -> Iterator[bool]:
     """Context in which JAX caches its compiled programs in `folder`.
 
     On a GPU, XLA autotunes each matmul at every start, and another choice rounds
@@ -24,16 +24,19 @@ def programs_in(folder: Path) -> Iterator[None]:
         folder: Directory of the run; loading a program can run any code, so only the
             user may write there.
 
+    Yields:
+        Whether the cache has programs.
+
     Raises:
         ValueError: others may write to the folder, or it cannot be made.
     """
-    if jax.config.jax_compilation_cache_dir:
-        yield
+    if given := jax.config.jax_compilation_cache_dir:
+        yield any(Path(given).glob("*"))
         return
     jax.config.update("jax_compilation_cache_dir", str(private_folder(folder)))
     compilation_cache.reset_cache()
     try:
-        yield
+        yield any(folder.glob("*"))
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()

@@ -60,7 +60,7 @@ from jaxscale.training.step import (
     trained_part,
     with_frozen,
 )
-from pallas_kernels.mosaic import keep_modules
+from pallas_kernels.mosaic import compile_ahead, keep_modules
 
 
 logger = logging.getLogger("jaxscale.training")
@@ -177,8 +177,10 @@ def fit(
         stack.enter_context(events.written_to(file))
         events.emit(phases.LAYOUT, 0, **layout_args(mesh, jax.process_index(), config))
         if mesh.devices.flat[0].platform == "gpu":
-            stack.enter_context(programs_in(directory / "programs"))
+            cached = stack.enter_context(programs_in(directory / "programs"))
             stack.enter_context(keep_modules())
+            if not cached:
+                stack.enter_context(compile_ahead(mesh.local_devices[0]))
         # Before the checkpointer, which is closed when the last checkpoint is written.
         asked_to_stop = stack.enter_context(stop_on_signal())
         checkpoints = stack.enter_context(_checkpointer(config))

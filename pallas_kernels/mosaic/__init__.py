@@ -5,8 +5,8 @@ computes, `copies` shared memory and what fills it, `chunked_matmul` matmuls of 
 lies there in chunks, `lanes` what lanes do with registers (masks, rows, columns,
 votes), `pipeline` the roles of warpgroups and the ring between them, `manual_axes` the
 marks of `jax.shard_map`, `aliases` names for what Pallas gives no type to,
-`layout_order` makes JAX's layout inference faster, and `kept_modules` keeps what JAX
-makes of a kernel for the next program.
+`layout_order` makes JAX's layout inference faster, `kept_modules` keeps what JAX makes
+of a kernel for the next program, and `kernels_ahead` compiles kernels in threads.
 """
 
 from pallas_kernels.mosaic import layout_order
@@ -20,6 +20,7 @@ from pallas_kernels.mosaic.device import (
     use_device,
 )
 from pallas_kernels.mosaic.kept_modules import keep_modules
+from pallas_kernels.mosaic.kernels_ahead import compile_ahead
 from pallas_kernels.mosaic.manual_axes import (
     as_varying,
     keep_mark,
@@ -38,6 +39,7 @@ __all__ = [
     "as_varying",
     "check_hopper",
     "check_smem",
+    "compile_ahead",
     "keep_mark",
     "keep_modules",
     "largest_divisor",

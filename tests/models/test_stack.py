@@ -11,9 +11,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive, jaxprs_in_params
 
-from jaxscale.models import Decoder, preset
+from jaxscale.models import Decoder, preset, stack
 from jaxscale.models.stack import REMAT_POLICIES, run_stack
 from jaxscale.nn import PagedRows, attention_state
+from jaxscale.nn.self_attention import ROTATED_NAME
 from jaxscale.sharding import (
     REPLICATED,
     column_parallel,
@@ -254,7 +255,7 @@ FUSED = "dot_product_attention_fwd_wrapper"  # cuDNN's
         ("full", set()),
         ("dots", LINEAR | {"scores"}),
         ("dots_no_batch", LINEAR),
-        ("attention", LINEAR | PACKED | {FUSED}),
+        ("attention", LINEAR | PACKED | {FUSED, ROTATED_NAME}),
     ],
 )
 def test_what_is_kept_for_the_backward_pass(remat, kept):
@@ -265,6 +266,7 @@ def test_what_is_kept_for_the_backward_pass(remat, kept):
         return eqn.primitive, [v.aval for v in eqn.invars], eqn.params
 
     names = (LINEAR - {"product"}) | PACKED | {"all_gather_matmul_gathered"}
+    names |= {ROTATED_NAME}
     results = {
         "product": equation(lambda x, w: x @ w, x, w),
         "scores": equation(jax.lax.batch_matmul, x[..., :3], x[..., :3]),
@@ -281,6 +283,32 @@ def test_what_is_kept_for_the_backward_pass(remat, kept):
             for name, (primitive, avals, params) in results.items()
             if policy(primitive, *avals, **params)
         }
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_queries_are_not_rotated_again(qk_norm, monkeypatch):
+    """What is kept instead is no larger, but where norms need what was rotated."""
+    config = dataclasses.replace(preset("llama_tiny"), num_layers=1, qk_norm=qk_norm)
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    options = {"remat": "attention", "scan_layers": False}
+    model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **options))
+
+    def gradient():
+        def run(model):
+            return model.hidden(tokens)
+
+        stack._run_block.clear_cache()
+        _, pull = jax.eval_shape(lambda model: jax.vjp(run, model), model)
+        kept = sum(x.size for x in jax.tree.leaves(pull) if hasattr(x, "size"))
+        grad = jax.make_jaxpr(jax.grad(lambda model: run(model).sum()))(model)
+        return kept, sum(1 for _ in equations(grad.jaxpr))
+
+    kept, operations = gradient()
+    monkeypatch.setattr(stack, "_rotated_saveable", lambda *args, **params: False)
+    kept_before, operations_before = gradient()
+    stack._run_block.clear_cache()
+    assert kept == kept_before
+    assert (operations < operations_before) == (not qk_norm)
 
 
 def policies(remat, keep_gathered):
