@@ -1,11 +1,15 @@
 """``jaxscale serve SOURCE``: an OpenAI-compatible HTTP server for a model."""
 
+import contextlib
 import dataclasses
+import gc
+import importlib
 import logging
 import math
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -127,14 +131,25 @@ def main(arguments: Sequence[str]) -> int:
         description="Serve a model with an OpenAI-compatible HTTP API. API keys are "
         f"also read from the environment variable {_KEYS}, separated by commas.",
     )
+    # What was imported stays: no pass over half a million objects while programs are
+    # traced.
+    gc.freeze()
     simulate_devices(config.devices)
     reserve_for_serving()
+    # While the devices start, which is not Python.
+    threading.Thread(target=_import_server, daemon=True).start()
     with usage_errors():
         sharding.initialize()
         announce_devices()
     notice(f"reading {config.source}")
     run(config)
     return 0
+
+
+def _import_server() -> None:
+    # An error is raised where it is imported again.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("jaxscale.inference.server")
 
 
 def run(config: ServeConfig) -> None:

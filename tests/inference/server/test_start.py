@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import sys
 import threading
 
 import httpx2
@@ -97,9 +98,11 @@ def answer(model):
 def test_programs_do_not_wait_for_weights(directory, monkeypatch):
     """Weights come once all first programs are compiled, and are those that count."""
     compiled, told, read = threading.Event(), [], load.load_decoder
+    interval = sys.getswitchinterval()
 
     def late(*args, **kwargs):
         assert compiled.wait(WAIT)
+        assert sys.getswitchinterval() <= interval / 5  # beside who traces
         return read(*args, **kwargs)
 
     def progress(count, of, there):
@@ -112,6 +115,7 @@ def test_programs_do_not_wait_for_weights(directory, monkeypatch):
     total = told[0][1]
     assert told[0] == (0, total, False) and (total, total, False) in told
     assert told[-1] == (total, total, True)
+    assert sys.getswitchinterval() == interval
     tokens = load.Tokenizer.from_file(directory).encode("to be")
     model = read(directory, mesh=None, rules=REPLICATED, lora_modules=None)
     for _ in found:
