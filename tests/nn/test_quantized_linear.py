@@ -171,7 +171,7 @@ def test_tokens_of_zeros_and_what_is_not_finite():
 def test_a_norm_is_rounded_as_it_is_computed(plus_one):
     types: Any = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     norm = RMSNorm(48, plus_one=plus_one, rngs=nnx.Rngs(0), **types)
-    norm.scale[...] += random(48, seed=9).astype(jnp.bfloat16)
+    norm.scale.set_value(random(48, seed=9).astype(jnp.bfloat16))
     whole = dense(ColumnParallelLinear, 48, 24, dtype=jnp.bfloat16)
     layer = QuantizedLinear.of(whole, "fp8_dynamic")
     x = 3 * random(2, FP8_ACTIVATION_ROWS // 2, 48, seed=6).astype(jnp.bfloat16)
