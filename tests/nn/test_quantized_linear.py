@@ -160,7 +160,7 @@ def test_a_token_does_not_see_the_others():
 
 
 def test_tokens_of_zeros_and_what_is_not_finite():
-    layer = QuantizedLinear.of(dense(ColumnParallelLinear, 32, 16), "fp8_dynamic")
+    layer: Any = QuantizedLinear.of(dense(ColumnParallelLinear, 32, 16), "fp8_dynamic")
     x = random(FP8_ACTIVATION_ROWS, 1, 32, seed=8).at[3].set(0).at[4, 0, 7].set(jnp.nan)
     y = layer(x)[:, 0]
     np.testing.assert_array_equal(y[3], layer.bias[...])
@@ -170,10 +170,10 @@ def test_tokens_of_zeros_and_what_is_not_finite():
 @pytest.mark.parametrize("plus_one", [False, True])
 def test_a_norm_is_rounded_as_it_is_computed(plus_one):
     types: Any = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-    norm = RMSNorm(48, plus_one=plus_one, rngs=nnx.Rngs(0), **types)
-    norm.scale.set_value(random(48, seed=9).astype(jnp.bfloat16))
-    whole = dense(ColumnParallelLinear, 48, 24, dtype=jnp.bfloat16)
-    layer = QuantizedLinear.of(whole, "fp8_dynamic")
+    norm: Any = RMSNorm(48, plus_one=plus_one, rngs=nnx.Rngs(0), **types)
+    norm.scale[...] += random(48, seed=9).astype(jnp.bfloat16)
+    whole: Any = dense(ColumnParallelLinear, 48, 24, dtype=jnp.bfloat16)
+    layer: Any = QuantizedLinear.of(whole, "fp8_dynamic")
     x = 3 * random(2, FP8_ACTIVATION_ROWS // 2, 48, seed=6).astype(jnp.bfloat16)
     found = layer.after_norm(x, norm, "gelu")
     assert found is not None
