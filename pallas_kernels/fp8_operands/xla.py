@@ -55,7 +55,7 @@ def quantize_gated(
     blocks: bool,
 ) -> Rounded:
     """`quantize_rows` of ``activation(gate) * up``; of one array, of its halves."""
-    gate, up = sides if len(sides) > 1 else jnp.split(sides[0], 2, axis=1)
+    gate, up = jnp.split(sides[0], 2, axis=1) if len(sides) == 1 else sides
     z, u = (x.astype(jnp.float32) for x in (gate, up))
     hidden = activate(z, activation) * u
     return quantize_rows(hidden, dtype=dtype, through=through, blocks=blocks)
