@@ -136,20 +136,25 @@ def main(arguments: Sequence[str]) -> int:
     gc.freeze()
     simulate_devices(config.devices)
     reserve_for_serving()
-    # While the devices start, which is not Python.
-    threading.Thread(target=_import_server, daemon=True).start()
     with usage_errors():
         sharding.initialize()
+        threading.Thread(target=_wake_devices, daemon=True).start()
+        with contextlib.suppress(ImportError):  # it is raised where this is used
+            importlib.import_module("jaxscale.inference.server")
         announce_devices()
     notice(f"reading {config.source}")
     run(config)
     return 0
 
 
-def _import_server() -> None:
-    # An error is raised where it is imported again.
-    with contextlib.suppress(ImportError):
-        importlib.import_module("jaxscale.inference.server")
+def _wake_devices() -> None:
+    """Start devices, reserve their memory and compile a first program.
+
+    That takes seconds, of which Python has few: it goes on beside what is imported and
+    read at first. An error is raised where devices are used.
+    """
+    with contextlib.suppress(Exception):
+        jax.block_until_ready(jnp.zeros(()) + 1)
 
 
 def run(config: ServeConfig) -> None:

@@ -321,7 +321,6 @@ class Runner:
             sys.setswitchinterval(_SWITCH_SECONDS)
             try:
                 self._take(*weights())
-                read.set()
             except BaseException:
                 self.table.stop()
                 raise
@@ -329,6 +328,7 @@ class Runner:
                 sys.setswitchinterval(before)
         compiled.result()
         self._separators = reserve_small(self.devices)
+        read.set()  # what is behind takes Python from all that
 
     def _take(self, model: Decoder, kv_scales: np.ndarray | None) -> None:
         """Use the weights of a model that was abstract until now."""
