@@ -460,6 +460,17 @@ def fp8_operand_cases() -> Iterator[Case]:
             quantize_gated_gradients(x, up, g, e5m2, **gated),
         )
 
+    def served(x, weight, both):
+        """As a decode step with 8-bit weights has it."""
+        return (
+            quantize_rms_norm(x, weight, "float8_e4m3fn", eps=1e-5, **options),
+            quantize_gated(both, None, "float8_e4m3fn", activation="silu", **options),
+        )
+
+    for m in (128, 2048):
+        shapes = array(m, 4096), array(4096), array(m, 2 * 14336)
+        yield Case(f"llama3_8b_served_{m}", served, shapes)
+
     for k in (3584, 4096):  # 4 and 8 numbers of a block in each lane
         x, weight, w = array(8192, k), array(k, dtype=FP32), array(4096, k, dtype=FP32)
         yield Case(f"blocks_{k}", blocks, (x, x, x, weight, w))

@@ -1,11 +1,15 @@
 """``jaxscale serve SOURCE``: an OpenAI-compatible HTTP server for a model."""
 
+import contextlib
 import dataclasses
+import gc
+import importlib
 import logging
 import math
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -127,14 +131,30 @@ def main(arguments: Sequence[str]) -> int:
         description="Serve a model with an OpenAI-compatible HTTP API. API keys are "
         f"also read from the environment variable {_KEYS}, separated by commas.",
     )
+    # What was imported stays: no pass over half a million objects while programs are
+    # traced.
+    gc.freeze()
     simulate_devices(config.devices)
     reserve_for_serving()
     with usage_errors():
         sharding.initialize()
+        threading.Thread(target=_wake_devices, daemon=True).start()
+        with contextlib.suppress(ImportError):  # it is raised where this is used
+            importlib.import_module("jaxscale.inference.server")
         announce_devices()
     notice(f"reading {config.source}")
     run(config)
     return 0
+
+
+def _wake_devices() -> None:
+    """Start devices, reserve their memory and compile a first program.
+
+    That takes seconds, of which Python has few: it goes on beside what is imported and
+    read at first. An error is raised where devices are used.
+    """
+    with contextlib.suppress(Exception):
+        jax.block_until_ready(jnp.zeros(()) + 1)
 
 
 def run(config: ServeConfig) -> None:

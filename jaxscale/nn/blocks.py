@@ -28,8 +28,10 @@ from jaxscale.nn.linear import (
     project_and_sum,
     project_together,
     rounds_rows,
+    takes_norm,
 )
 from jaxscale.nn.norms import LayerNorm, RMSNorm
+from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import Attention, AttentionState, attention_state
 from jaxscale.nn.tile_sparse_linear import (
     TileSparseLinear,
@@ -309,7 +311,8 @@ def _after_norm(mlp: MLP, norm: RMSNorm | LayerNorm | None, x: Array) -> Array:
     """
     if norm is None:
         return mlp(x)
-    if mlp.is_sparse or not rounds_rows(mlp.inputs, x.dtype):
+    rounds = rounds_rows(mlp.inputs, x.dtype) or takes_norm(mlp.inputs, norm)
+    if mlp.is_sparse or not rounds:
         return mlp(norm(x))
     return _dense_network(mlp, x, norm)
 
@@ -320,9 +323,19 @@ def _dense_network(
     """A network whose layers are not all sparse, after a norm if there is one."""
     out = _network_in_fp8(mlp, x, norm)
     if out is None:
-        projected = project_together(mlp.inputs, x, mlp.activations, norm)
-        out = mlp.down(mlp.join(projected))
+        out = _down(mlp, project_together(mlp.inputs, x, mlp.activations, norm))
     return out
+
+
+def _down(mlp: MLP, projected: Sequence[Array]) -> Array:
+    """The end of a network, after its inputs."""
+    down: Any = mlp.down
+    both = isinstance(mlp.joined, QuantizedLinear) and mlp.joined.shards == 1
+    if both and isinstance(down, QuantizedLinear):
+        out = down.after_gate(projected[0], GATED[mlp.activation])
+        if out is not None:
+            return out
+    return down(mlp.join(projected))
 
 
 def _network_in_fp8(

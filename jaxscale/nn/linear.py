@@ -394,9 +394,13 @@ def project_together(
         norm: A norm of `x` before the projections, or None.
     """
     first = layers[0]
-    x, rms = norm_in_fp8(norm, layers, x)
     if activations is None:
         activations = [None] * len(layers)
+    if takes_norm(layers, norm):
+        out = first.after_norm(x, norm, activations[0])
+        if out is not None:
+            return (out,)
+    x, rms = norm_in_fp8(norm, layers, x)
     if not all(isinstance(layer, ColumnParallelLinear) for layer in layers):
         x = constrain(x, ("batch", None, "act_embed"), first.rules)
         return tuple(
@@ -505,6 +509,15 @@ def norm_in_fp8(norm: Any, layers: Sequence[Any], x: Array) -> tuple[Array, Norm
     if isinstance(norm, RMSNorm) and rounds_rows(layers, norm.dtype, x.dtype):
         return x, (norm.factors, norm.eps)
     return x if norm is None else norm(x), None
+
+
+def takes_norm(layers: Sequence[Any], norm: Any) -> bool:
+    """Whether the only layer may round a norm as it is computed: `after_norm`."""
+    return (
+        len(layers) == 1
+        and isinstance(norm, RMSNorm)
+        and hasattr(layers[0], "after_norm")
+    )
 
 
 def rounds_rows(layers: Sequence[Any], *dtypes: DTypeLike) -> bool:

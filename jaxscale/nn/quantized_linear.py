@@ -14,11 +14,17 @@ from jaxtyping import Array, Float, Num
 from jaxscale.checks import check_choice
 from jaxscale.nn.joined import JoinedLinear, Parts
 from jaxscale.nn.linear import Linear
+from jaxscale.nn.norms import RMSNorm
 from jaxscale.sharding.decode_all_reduce import sum_over_devices
 from jaxscale.sharding.operations import constrain
 from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
 from jaxscale.sharding.shards import per_shard
-from pallas_kernels.fp8_operands import quantize_rows
+from pallas_kernels.fp8_operands import (
+    QuantizedRows,
+    quantize_gated,
+    quantize_rms_norm,
+    quantize_rows,
+)
 from pallas_kernels.matmul.activations import activate
 from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.scaled_matmul import scaled_matmul
@@ -215,10 +221,72 @@ class QuantizedLinear(Parts, nnx.Module):
         out = constrain(out, self.out_axes, self.rules)
         if self.low_rank is not None:
             out = out + self.low_rank(x, self, self.out_axes).astype(self.out_dtype)
-        if self.bias is not None:
-            bias = self.bias[...].astype(self.out_dtype)
-            out = out + constrain(bias, self.out_axes[-1:], self.rules)
-        return activate(out, activation)
+        return activate(self._add_bias(out), activation)
+
+    def after_norm(
+        self, x: Float[Array, "B T in"], norm: RMSNorm, activation: str | None = None
+    ) -> Float[Array, "B T out"] | None:
+        """The projection of ``norm(x)``, which is rounded as it is computed.
+
+        None where that is not all that the layer does with it: few tokens are not
+        rounded, and those on several devices by their features there.
+
+        Args:
+            x: Activations.
+            norm: Of the input.
+            activation: As of a call.
+        """
+        if not self._rounds_alone(x) or x.dtype != norm.dtype:
+            return None
+        weight = norm.scale[...]
+        if norm.plus_one or weight.dtype != x.dtype:
+            weight = norm.factors
+        rows = x.reshape(-1, x.shape[-1])
+        found = quantize_rms_norm(rows, weight, self.kernel.dtype, eps=norm.eps)
+        return activate(self._of_rows(found, x.shape[:-1]), activation)
+
+    def after_gate(
+        self, both: Float[Array, "B T _two"], activation: str
+    ) -> Float[Array, "B T out"] | None:
+        """The projection of ``activation(gate) * up``, which is rounded in one pass.
+
+        None as of `after_norm`.
+
+        Args:
+            both: Gate and up side by side.
+            activation: Of the gate.
+        """
+        if not self._rounds_alone(both):
+            return None
+        rows = both.reshape(-1, both.shape[-1])
+        found = quantize_gated(rows, None, self.kernel.dtype, activation=activation)
+        return self._of_rows(found, both.shape[:-1])
+
+    def _rounds_alone(self, x: Float[Array, "B T _in"]) -> bool:
+        """Whether `x` is read in fp8 alone, by one device."""
+        axes = (*self.kernel_axes, *self.out_axes)
+        return (
+            math.prod(x.shape[:-1]) >= self.rounds_from
+            and x.dtype == self.dtype
+            and self.low_rank is None
+            and not any(self.rules.mesh_axes([axis]) for axis in axes)
+        )
+
+    def _of_rows(
+        self, rows: QuantizedRows, tokens: tuple[int, ...]
+    ) -> Float[Array, "B T out"]:
+        """The projection of what is rounded."""
+        kernel, scale = self.kernel[...], self.scale[...]
+        out = scaled_matmul(
+            rows.data, kernel, rows.scale, scale, out_dtype=self.out_dtype
+        )
+        return self._add_bias(out.reshape(*tokens, -1)[..., : self.features])
+
+    def _add_bias(self, out: Float[Array, "B T out"]) -> Float[Array, "B T out"]:
+        if self.bias is None:
+            return out
+        bias = self.bias[...].astype(self.out_dtype)
+        return out + constrain(bias, self.out_axes[-1:], self.rules)
 
     @property
     def rounds_from(self) -> float:

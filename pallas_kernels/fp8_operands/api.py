@@ -97,7 +97,7 @@ def quantize_rms_norm(
 
     Args:
         x: [M,K] activations.
-        weight: [K], the scale of the norm, fp32.
+        weight: [K], the scale of the norm, fp32 or of the type of x.
         dtype: float8_e4m3fn or float8_e5m2.
         eps: added to the mean square.
         blocks: as of `quantize_rows`.
@@ -117,17 +117,17 @@ def quantize_rms_norm(
         [[0.203125 1.375   ]]
     """
     options = _types(dtype, x) | {"eps": eps, "blocks": blocks}
-    if weight.shape != x.shape[1:] or weight.dtype != jnp.float32:
+    if weight.shape != x.shape[1:] or weight.dtype not in (jnp.float32, x.dtype):
         raise ValueError(
             f"weight has type {weight.dtype} and shape {weight.shape}, expected float32"
-            f" and {x.shape[1:]}, a factor for each column of x"
+            f" or {x.dtype} and {x.shape[1:]}, a factor for each column of x"
         )
     return QuantizedRows(*_quantize_rms_norm(implementation, x, weight, **options))
 
 
 def quantize_gated(
-    gate: Float[Array, "M K"],
-    up: Float[Array, "M K"],
+    gate: Float[Array, "M _"],
+    up: Float[Array, "M K"] | None,
     dtype: DTypeLike,
     *,
     activation: str,
@@ -140,7 +140,7 @@ def quantize_gated(
 
     Args:
         gate: [M,K].
-        up: [M,K], of the same type.
+        up: [M,K], of the same type; None: `gate` is [M,2K], both side by side.
         dtype: float8_e4m3fn or float8_e5m2.
         activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
         blocks: as of `quantize_rows`.
@@ -159,8 +159,14 @@ def quantize_gated(
         [[0. 6.]]
     """
     check_activation(activation)
-    options = {"activation": activation, "blocks": blocks, **_types(dtype, gate, up)}
-    return QuantizedRows(*_quantize_gated(implementation, gate, up, **options))
+    sides = (gate,) if up is None else (gate, up)
+    options = {"activation": activation, "blocks": blocks, **_types(dtype, *sides)}
+    if up is None and gate.shape[1] % 2:
+        raise ValueError(
+            f"gate has shape {gate.shape}, expected an even number of columns: those of"
+            " gate and up side by side"
+        )
+    return QuantizedRows(*_quantize_gated(implementation, *sides, **options))
 
 
 def quantize_gated_gradients(

@@ -115,28 +115,31 @@ def quantize_rms_norm(
     def normalized(x: jax.Array, weight: jax.Array) -> list[jax.Array]:
         x = x.astype(jnp.float32)
         mean = jnp.sum(jnp.sum(x * x, int(blocks))) / x.size
-        return [x * lax.broadcast(lax.rsqrt(mean + eps), x.shape) * weight]
+        factors = weight.astype(jnp.float32)
+        return [x * lax.broadcast(lax.rsqrt(mean + eps), x.shape) * factors]
 
     return _round(name, normalized, [x], dtype, through, blocks, device, [weight])[0]
 
 
 def quantize_gated(
-    gate: jax.Array,
-    up: jax.Array,
-    *,
+    *sides: jax.Array,
     dtype: DTypeLike,
     through: jnp.dtype,
     activation: str,
     blocks: bool,
     device: DeviceSpec,
 ) -> Rounded:
-    """`quantize_rows` of ``activation(gate) * up``, both [M,K] of one 16-bit type."""
+    """`quantize_rows` of ``activation(gate) * up``, both [M,K] of one 16-bit type, or
+    one array with both side by side.
+    """
     name, activate = "quantize_gated", KERNEL_ACTIVATIONS[activation]
 
     def gated(gate: jax.Array, up: jax.Array) -> list[jax.Array]:
         return [activate(gate.astype(jnp.float32)) * up.astype(jnp.float32)]
 
-    return _round(name, gated, [gate, up], dtype, through, blocks, device)[0]
+    joined = 2 // len(sides)
+    options: Any = {"joined": joined} if joined > 1 else {}
+    return _round(name, gated, sides, dtype, through, blocks, device, **options)[0]
 
 
 def quantize_gated_gradients(
@@ -183,6 +186,7 @@ def _round(
     device: DeviceSpec,
     vectors: Sequence[jax.Array] = (),
     results: int = 1,
+    joined: int = 1,
 ) -> Sequence[Rounded]:
     """Rounds what a function makes of each row.
 
@@ -196,25 +200,31 @@ def _round(
         device: the GPU that the kernel is built for.
         vectors: [K] each.
         results: how many rows `value` makes.
+        joined: how many operands each array holds side by side, [M,`joined` K].
 
     Raises:
         Unsupported: types or shape do not fit.
     """
-    _check_rows(operands[0], through)
-    k, kind = operands[0].shape[1], operands[0].dtype
+    k, kind = operands[0].shape[1] // joined, operands[0].dtype
+    _check_rows(len(operands[0]), k, kind, through)
     if blocks:  # nothing but a vector needs a whole row
         shape, layout = _layout_of_blocks(name, k, kind, whole=bool(vectors))
     else:
         shape, layout = _layout_of_rows(k, kind)
-    m = operands[0].size // math.prod(shape)
-    held = len(operands) + len(vectors) + (results if blocks else len(operands) - 1)
+    m = operands[0].size // math.prod(shape) // joined
+    num = len(operands) * joined
+    held = num + len(vectors) + (results if blocks else num - 1)
     rows = min(m, max(1, MOST_COLUMNS // (math.prod(shape) * held)))
     while not blocks and rows > 1 and pl.cdiv(m, rows // 2) <= device.num_sms:
         rows //= 2  # few rows are shared by all multiprocessors
-    at_a_time = 3 if blocks or k * len(operands) <= _WIDEST_OF_THREE else 2
+    at_a_time = 3 if blocks or k * num <= _WIDEST_OF_THREE else 2
     turns = pl.cdiv(pl.cdiv(m, rows), at_a_time * device.num_sms)
     count = pl.cdiv(pl.cdiv(m, rows), turns)
     outputs = results, results, 0 if blocks else results
+    # Rows of the operands in an array, of which each row holds one of all.
+    sides: list[Any] = [lambda row: row]
+    if joined > 1:
+        sides = [lambda row, side=side: row * joined + side for side in range(joined)]
 
     def body(*refs: Ref) -> None:
         row_refs, vector_refs, data_refs, scale_refs, largest_refs = _split(
@@ -255,7 +265,8 @@ def _round(
             # The last rows are a whole group too; what two blocks write is the same.
             start = jnp.minimum((i * count + block) * rows, m - rows)
             loaded = [
-                [read(ref.at[start + row]) for ref in row_refs] for row in range(rows)
+                [read(ref.at[at(start + row)]) for ref in row_refs for at in sides]
+                for row in range(rows)
             ]
             given = [read(ref) for ref in vector_refs]
             for j, each in enumerate(loaded):
@@ -302,7 +313,7 @@ def _round_pairs(
     known. Arguments are those of `_round`.
     """
     m, k = operands[0].shape
-    _check_rows(operands[0], through)
+    _check_rows(m, k, operands[0].dtype, through)
     shape, layout = _layout_of_rows(k, through)
     lines, width = shape
     turns = pl.cdiv(m, 2 * device.num_sms)
@@ -468,8 +479,7 @@ def _parts(lines: int, width: int) -> list[Any]:
     return [pl.ds(start, end - start) for start, end in itertools.pairwise(ends)]
 
 
-def _check_rows(x: jax.Array, through: jnp.dtype) -> None:
-    (m, k), dtype = x.shape, x.dtype
+def _check_rows(m: int, k: int, dtype: jnp.dtype, through: jnp.dtype) -> None:
     if dtype.name not in _WIDE or through.name not in _WIDE[:2]:
         raise Unsupported(
             f"fp8_operands: x of type {dtype.name} rounded to {through.name}, the"

@@ -43,20 +43,19 @@ def quantize_rms_norm(
     """`quantize_rows` of normalized rows."""
     wide = x.astype(jnp.float32)
     mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    normalized = wide * lax.rsqrt(mean + eps) * weight
+    normalized = wide * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
     return quantize_rows(normalized, dtype=dtype, through=through, blocks=blocks)
 
 
 def quantize_gated(
-    gate: jax.Array,
-    up: jax.Array,
-    *,
+    *sides: jax.Array,
     dtype: DTypeLike,
     through: DTypeLike,
     activation: str,
     blocks: bool,
 ) -> Rounded:
-    """`quantize_rows` of ``activation(gate) * up``."""
+    """`quantize_rows` of ``activation(gate) * up``; of one array, of its halves."""
+    gate, up = jnp.split(sides[0], 2, axis=1) if len(sides) == 1 else sides
     z, u = (x.astype(jnp.float32) for x in (gate, up))
     hidden = activate(z, activation) * u
     return quantize_rows(hidden, dtype=dtype, through=through, blocks=blocks)

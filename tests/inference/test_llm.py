@@ -289,7 +289,7 @@ def test_pages_fill_the_memory(llm):
     assert memory.page == 4 * 16 * c.num_layers * 2 * c.num_kv_heads * c.head_dim
     said = str(memory)
     assert "16 pages (256 tokens)" in said
-    with pytest.raises(ValueError, match=r"do not fit into .* lower max_len"):
+    with pytest.raises(ValueError, match=r"do not fit into .* device; lower max_len"):
         fit(model, config, dataclasses.replace(options, memory_fraction=1e-6))
     with pytest.raises(ValueError, match="max_len 100 exceeds 64"):
         limited = dataclasses.replace(preset("gpt2_tiny"), max_seq_len=64)

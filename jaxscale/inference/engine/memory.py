@@ -148,11 +148,13 @@ def fit(
     )
     needed = options.num_pages or config.table_width
     if room < needed:
+        others = (taken - weights) / 2**30
+        beside = f", beside {others:.2f} GiB of others" if others >= 0.005 else ""
         raise ValueError(
             f"{memory.weights / 2**30:.2f} GiB of weights, "
             f"{computation / 2**30:.2f} GiB for computation and {needed:,} pages of "
             f"{page / 2**20:.2f} MiB do not fit into {available / 2**30:.2f} GiB of a "
-            f"device, of which {taken / 2**30:.2f} GiB are taken; lower max_len, "
+            f"device{beside}; lower max_len, "
             "num_slots, prefill_tokens or num_pages, raise memory_fraction (and "
             f"{share_name()}, what JAX reserves), or split the model over more devices"
         )

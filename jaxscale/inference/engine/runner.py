@@ -7,6 +7,7 @@ tokens of a page, H head dim, V vocabulary, T tokens per prefill.
 import concurrent.futures
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -57,6 +58,8 @@ NUM_CHANGES = 512
 
 NUM_COUNTED = 512
 """Tokens that one call of `DecodePrograms.count` counts."""
+
+_SWITCH_SECONDS = 0.0005
 
 _ONE_GRAPH = {"xla_gpu_enable_dynamic_slice_fusion": False}
 # XLA launches a kernel that reads a slice of an array in place outside of any CUDA
@@ -315,14 +318,20 @@ class Runner:
             compile_all()
         else:
             threading.Thread(target=compile_all, name="compile", daemon=True).start()
+            before = sys.getswitchinterval()
+            # Who reads needs Python for a moment after each piece, and would wait 5 ms
+            # for who traces: 30 times a layer.
+            sys.setswitchinterval(_SWITCH_SECONDS)
             try:
                 self._take(*weights())
-                read.set()
             except BaseException:
                 self.table.stop()
                 raise
+            finally:
+                sys.setswitchinterval(before)
         compiled.result()
         self._separators = reserve_small(self.devices)
+        read.set()  # what is behind takes Python from all that
 
     def _take(self, model: Decoder, kv_scales: np.ndarray | None) -> None:
         """Use the weights of a model that was abstract until now."""
@@ -343,14 +352,16 @@ class Runner:
 
     def reset(self) -> None:
         """An empty state."""
+        shapes = self._state()
 
-        def zeros(x: jax.ShapeDtypeStruct) -> Array:
-            made = jnp.zeros(x.shape, x.dtype, device=x.sharding)
-            return jax.device_put(made, x.sharding)
+        def zeros() -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
+        where = jax.tree.map(lambda x: x.sharding, shapes)
         with self._on_mesh():
-            state = jax.tree.map(zeros, self._state())
-            # Out of memory shows here, not at the first request.
+            # One program, since a server waits for it at its start. Out of memory shows
+            # here, not at the first request.
+            state = jax.jit(zeros, out_shardings=where)()
             jax.block_until_ready(state)
             self.pages, self.slots, self.counts, self.history = state
         self._scale_pages()

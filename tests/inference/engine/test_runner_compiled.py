@@ -147,7 +147,8 @@ def test_weights_of_8_bits_are_read_as_they_are(weights, key, count, sums):
     # No product of two types is left to XLA, which may write a weight in the other one
     # first; two operands in 8 bits are multiplied by our kernel or by cuBLASLt.
     assert ("scaled_matmul" in kernels) is (weights == "fp8_dynamic")
-    assert ("quantize_rows" in kernels) is (weights == "fp8_dynamic")
+    rounding = {"quantize_rows", "quantize_rms_norm", "quantize_gated"}
+    assert kernels & rounding == (rounding if weights == "fp8_dynamic" else set())
     mixed = found.hlo.replace("__cublas$lt$matmul$f8", "")
     assert "__cublas" not in mixed and "gemm_fusion" not in mixed
     sizes = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import sys
 import threading
 
 import httpx2
@@ -12,6 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxscale.inference import EngineConfig, SamplingParams
+from jaxscale.inference.engine import program_table, runner
 from jaxscale.inference.engine.runner import Runner
 from jaxscale.inference.lora_modules import (
     describe_decoder,
@@ -97,9 +99,11 @@ def answer(model):
 def test_programs_do_not_wait_for_weights(directory, monkeypatch):
     """Weights come once all first programs are compiled, and are those that count."""
     compiled, told, read = threading.Event(), [], load.load_decoder
+    interval = sys.getswitchinterval()
 
     def late(*args, **kwargs):
         assert compiled.wait(WAIT)
+        assert sys.getswitchinterval() <= interval / 5  # beside who traces
         return read(*args, **kwargs)
 
     def progress(count, of, there):
@@ -107,11 +111,26 @@ def test_programs_do_not_wait_for_weights(directory, monkeypatch):
         if count == of:
             compiled.set()
 
+    table, may_trace, traced_before = program_table.ProgramTable, [], []
+    compile_all, reserve = table.compile, runner.reserve_small
+
+    def compile_table(self, *args, weights, **kwargs):
+        may_trace.append(weights)
+        return compile_all(self, *args, weights=weights, **kwargs)
+
+    def reserve_small(devices):
+        traced_before.append(may_trace[0].is_set())
+        return reserve(devices)
+
+    monkeypatch.setattr(table, "compile", compile_table)
+    monkeypatch.setattr(runner, "reserve_small", reserve_small)
     monkeypatch.setattr(load, "load_decoder", late)
     found = answer(load.served(directory, engine=SIZES, progress=progress))
+    assert traced_before == [False]  # what is behind waits for all of the start
     total = told[0][1]
     assert told[0] == (0, total, False) and (total, total, False) in told
     assert told[-1] == (total, total, True)
+    assert sys.getswitchinterval() == interval
     tokens = load.Tokenizer.from_file(directory).encode("to be")
     model = read(directory, mesh=None, rules=REPLICATED, lora_modules=None)
     for _ in found:

@@ -39,3 +39,13 @@ def test_nothing_is_spilled_and_little_is_written_besides(name, names):
     # The largest of each column that each block has seen, and no second operand.
     assert sum(w.size for w in found.written(1)) < 0.13 * rounded * operand.size
     assert len(found.thunks) <= 2 * rounded + 1
+
+
+def test_what_a_step_rounds_as_it_is_computed():
+    """No weight of a norm is converted first, and no half of a product copied."""
+    found = compile_for_h200(kernels, "fp8_operands", "llama3_8b_served_128")
+    spilled = {kernel.name: kernel.spilled for kernel in found.kernels}
+    assert spilled == {"quantize_rms_norm": 0, "quantize_gated": 0}
+    # Besides both kernels only the largest of each column, which no layer asks for.
+    assert len(found.thunks) <= 2 * 2 + 1
+    assert "copy(" not in found.hlo and "slice(" not in found.hlo

@@ -128,7 +128,7 @@ def test_rows_of_any_number(rows, device):
 
 
 def computed(arrays, implementation):
-    """What is rounded in the pass that computes it: a norm, a gate and its gradients.
+    """What is rounded in the pass that computes it: norms, a gate and its gradients.
 
     With tokens of many sizes, as in `numbers`, but no features that a gate would close.
     """
@@ -139,7 +139,9 @@ def computed(arrays, implementation):
     def run(x, up, g, weight):
         return (
             quantize_rms_norm(x, weight, E4M3, eps=0.5, **options),
+            quantize_rms_norm(x, weight.astype(x.dtype), E4M3, eps=0.5, **options),
             quantize_gated(x, up, E4M3, **gated),
+            quantize_gated(jnp.concatenate([up, x], 1), None, E4M3, **gated),
             *quantize_gated_gradients(x, up, g, E5M2, **gated),
         )
 
@@ -165,9 +167,14 @@ def assert_nearly_same(found, expected):
 
 def test_what_is_rounded_as_it_is_computed_is_what_the_definition_gives():
     x, up, g, weight = tokens(64, 384)
-    norm, hidden, *both = computed((x, up, g, weight), "xla")
-    exact = reference.rms_norm(x, weight, 0.5), reference.swiglu(x, up)
-    for found, wide in zip((norm, hidden), exact, strict=True):
+    norm, short, hidden, joined, *both = computed((x, up, g, weight), "xla")
+    exact = (
+        reference.rms_norm(x, weight, 0.5),
+        reference.rms_norm(x, weight.astype(BF16).astype(FP32), 0.5),
+        reference.swiglu(x, up),
+        reference.swiglu(up, x),
+    )
+    for found, wide in zip((norm, short, hidden, joined), exact, strict=True):
         assert_nearly_same(
             tuple(found), reference.quantize_rows(wide.astype(BF16), E4M3)
         )
@@ -191,7 +198,7 @@ def test_interpreted_kernels_round_what_they_compute(m, k):
     arrays = tokens(m, k)
     with use_device(SMALL), interpret_mosaic_gpu(detect_races=True) as ran:
         found = computed(arrays, "mosaic_gpu")
-    assert ran.kernels == 3 and not ran.races_found
+    assert ran.kernels == 5 and not ran.races_found
     assert_nearly_same(found, computed(arrays, "xla"))
 
 
@@ -200,8 +207,11 @@ def test_what_is_not_finite_stays_in_its_row_as_it_is_computed(implementation):
     x, up, g, weight = tokens(16, 256)
     g, x = g.at[3, 5].set(jnp.nan), x.at[6, 7].set(jnp.inf)
     with use_device(SMALL), interpret_mosaic_gpu():
-        norm, hidden, *both = computed((x, up, g, weight), implementation)
-    for found, bad in ((norm, [6]), (hidden, [6]), *((each, [3, 6]) for each in both)):
+        *four, _, _ = both = computed((x, up, g, weight), implementation)
+    for found, bad in (
+        *((each, [6]) for each in four),
+        *((each, [3, 6]) for each in both[4:]),
+    ):
         rows = np.isnan(found.data.astype(np.float32)).all(1)
         assert np.flatnonzero(rows).tolist() == bad
         assert np.flatnonzero(np.isnan(found.scale)).tolist() == bad
@@ -423,6 +433,8 @@ def test_mistakes(no_shape_hook):
         quantize_rms_norm(x, x[:, 0], E4M3, eps=0.0)
     with pytest.raises(ValueError, match=r"operands are float32 \(4, 8\), bfloat16"):
         quantize_gated(x, x.astype(BF16), E4M3, activation="silu")
+    with pytest.raises(ValueError, match="expected an even number of columns"):
+        quantize_gated(x[:, 1:], None, E4M3, activation="silu")
     with pytest.raises(ValueError, match="activation 'swish', expected"):
         quantize_gated_gradients(x, x, x, E5M2, activation="swish")
     with pytest.raises(ValueError, match=r"shapes \[\(8,\), \(4,\)\]"):
