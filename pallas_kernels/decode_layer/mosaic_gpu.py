@@ -701,8 +701,12 @@ class _Block:
         return lax.broadcast_in_dim(vector.astype(jnp.float32), shape, (0,))
 
     def store(self, place: _Place, name: str, group: Scalar, values: jax.Array) -> None:
-        """Stores [64,rows] as bfloat16 of [rows,features]."""
+        """Stores [64,rows] as bfloat16 of [rows,features], or as it is."""
         target, rows = self.refs[name], place.span
+        if self.problem.kept and name not in ("q", "kv"):
+            target = target.at[pl.ds(group * GROUP, GROUP), rows]
+            target[...] = values.astype(jnp.bfloat16)
+            return
         if (m := target.shape[0]) < place.rows:
             rows = pl.ds(0, m)
         target = target.at[rows, pl.ds(group * GROUP, GROUP)]
@@ -765,17 +769,18 @@ def _outputs(schedule: Schedule) -> dict[str, jax.ShapeDtypeStruct]:
     """The results, and what stages hand to each other."""
     p = schedule.problem
     fp32, bf16 = jnp.float32, jnp.bfloat16
+    turn = -1 if p.kept else 1  # what is gathered is feature-major
     found = {
         "new_residual": ((p.d_model, p.rows), fp32),
         "between": ((p.d_model, p.rows), fp32),
-        "normed_0": ((p.rows, p.d_model), bf16),
-        "hidden": ((p.rows, p.d_ff), bf16),
+        "normed_0": ((p.rows, p.d_model)[::turn], bf16),
+        "hidden": ((p.rows, p.d_ff)[::turn], bf16),
         "factors": ((2, p.rows), fp32),
         "parts": ((max(1, schedule.most_parts), UNIT, p.rows // 8, GROUP, 8), fp32),
     }
     if p.projects:
         found |= {
-            "normed_1": ((p.rows, p.d_model), bf16),
+            "normed_1": ((p.rows, p.d_model)[::turn], bf16),
             "q": ((p.m, p.heads * p.head_dim), bf16),
             "kv": ((p.m, 2 * p.kv_heads * p.head_dim), bf16),
         }
