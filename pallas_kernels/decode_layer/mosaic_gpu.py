@@ -332,7 +332,8 @@ class _Block:
                     load = functools.partial(self.load_factors, stage.norm, place)
                 sums, factors, slots = self.multiply(stage, piece, number, slots, load)
                 if stage.sparse_tiles:
-                    self.store_sums(self.part_of_pair(piece, number), sums)
+                    part = functools.partial(self.part_of_pair, piece, number)
+                    self.store_sums(part, sums)
                     return slots
                 store = functools.partial(self.store_part, i, stage, unit, piece, sums)
                 finish = functools.partial(
@@ -452,18 +453,20 @@ class _Block:
     ) -> None:
         """Leaves sums to who finishes the unit."""
         unit = unit - (stage.units - stage.shared_units)
-        self.store_sums(self.part(stage, unit, piece.part), sums)
+        part = functools.partial(self.part, stage, unit, piece.part)
+        self.store_sums(part, sums)
         self.signal(self.counter(self.of_units[i] + unit))
 
     def part_of_pair(self, piece: Piece, number: Scalar) -> Ref:
         """Where a warpgroup leaves its sums of a tile of a tile-sparse weight."""
         return self.refs["parts"].at[piece.part * WARPGROUPS + number]
 
-    def store_sums(self, part: Ref, sums: list[jax.Array]) -> None:
-        """Stores the sums of a unit."""
+    def store_sums(self, part: Callable[[], Ref], sums: list[jax.Array]) -> None:
+        """Stores the sums of a unit, where `part` says."""
         for j, values in enumerate(sums):
+            there = part().at[j]
             for n in range(self.problem.rows // 8):
-                part.at[j].at[n][...] = values[:, 8 * n : 8 * (n + 1)]
+                there.at[n][...] = values[:, 8 * n : 8 * (n + 1)]
 
     def load_parts(self, stage: Stage, unit: Scalar, j: Any, row: Scalar) -> Any:
         """The sum of the parts of a group of a shared unit, which are there."""
