@@ -3,11 +3,10 @@
 A tile of the kernel, 4 groups of 64 features, is then 64 kept rows of two tiles of the
 weight, one for each warpgroup that multiplies. Each has rows of its own, so a stage
 multiplies two tiles of activations. The copy engine cannot gather them on Hopper: a
-warpgroup reads them from global memory, number by number, into registers and writes
-them where a copy would have. Kept rows rise, so that what 32 threads read of a token
-lies in few lines, and one request reads no more than it has; feature-major activations
-would read those of 8 requests at least. Several steps are read at a time: memory
-answers once for all.
+warpgroup reads them from global memory into registers and writes them where a copy
+would have. What a stage hands to the next is feature-major, so that a thread reads 8
+requests at a time; the attention's output comes token by token. Several steps are read
+at a time: memory answers once for all.
 
 Sums of all blocks meet in memory. A feature is finished where it is in the natural
 order, from the parts of whichever packed column is its own: epilogues know nothing of
@@ -45,8 +44,8 @@ from pallas_kernels.mosaic.pipeline import next_slot
 _THREADS = 128
 _LINE = 128
 """Bytes of 64 input features of a token."""
-_NUMBERS = 64
-"""Numbers that a thread may hold on their way."""
+_REGISTERS = 64
+"""Of a thread, for numbers on their way."""
 _MOST_STEPS = 8
 
 
@@ -118,7 +117,10 @@ class Gather:
     def __init__(self, block: Any, stage: Stage) -> None:
         self.block, self.stage = block, stage
         self.rows = stage.rows
-        self.steps = max(1, min(_MOST_STEPS, _NUMBERS // block.problem.m))
+        # The attention's output comes as it is.
+        self.by_tokens = stage.source == "attended"
+        held = block.problem.m if self.by_tokens else self.rows // 2
+        self.steps = max(1, min(_MOST_STEPS, _REGISTERS // held))
         self.kept = block.refs[f"{stage.weight}_rows"]
         stretch = block.stretches[stage.weight]
         piece = stretch.piece(stretch.first, *stretch.first_piece)
@@ -133,6 +135,12 @@ class Gather:
             step = jnp.minimum(piece.k(begin + n), self.stage.depth - 1) * GROUP
             found.append(load_kept(self.kept, at[0] + step, at[1] + step))
         return tuple(found)
+
+    def gather(self, source: Ref, indices: jax.Array) -> jax.Array:
+        """Reads the activations of a step."""
+        if self.by_tokens:
+            return gather_tokens(source, indices, self.rows)
+        return gather_features(source, indices)
 
     def stream(self, source: Ref, ring: Mapping[str, Ref], slot: Scalar) -> Scalar:
         """Fills the ring with the tiles of the stage, from the slot on.
@@ -153,7 +161,7 @@ class Gather:
             def some(i: Scalar, carry: Any) -> Any:
                 slot, indices = carry
                 begin = i * self.steps
-                values = [gather_tokens(source, at, self.rows) for at in indices]
+                values = [self.gather(source, at) for at in indices]
                 indices = self.indices(piece, begin + self.steps)
                 for n, value in enumerate(values):
                     slot = lax.cond(
@@ -271,6 +279,45 @@ def gather_tokens(source: Ref, indices: jax.Array, rows: int) -> jax.Array:
         )
 
     call: Any = gather_kept  # without its context
+    return call(source, indices)
+
+
+def gather_features(source: Ref, indices: jax.Array) -> jax.Array:
+    """Reads what `gather_tokens` does of feature-major activations.
+
+    Args:
+        source: [K,rows] in bfloat16 in global memory, rows a multiple of 8.
+        indices: what `load_kept` returned.
+
+    Returns:
+        bfloat16 [128 rows], those of a thread side by side.
+    """
+    _, rows = source.shape
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), _OF_THREADS),
+        return_type=plgpu.ShapeDtypeStruct(
+            (_THREADS * rows,), jnp.bfloat16, layout=_held(rows)
+        ),
+    )
+    def gather_kept_features(_: Any, source: Any, indices: Any) -> Any:
+        bf16 = ir.BF16Type.get()
+        eight, whole = (ir.VectorType.get((n,), bf16) for n in (8, rows))
+        index = vector.extract(indices.registers.item(), [], [0])
+        first = arith.muli(index, _i32(rows))
+        numbers = []
+        for begin in range(0, rows, 8):
+            at = arith.addi(first, _i32(begin))
+            address = utils.getelementptr(utils.memref_ptr(source), [at], bf16)
+            loaded = llvm.load(eight, address, alignment=16)
+            numbers += [vector.extract(loaded, [], [i]) for i in range(8)]
+        return mgpu.FragmentedArray(
+            _registers=np.array([vector.from_elements(whole, numbers)], dtype=object),
+            _layout=mgpu.WGStridedFragLayout((_THREADS * rows,), rows),
+            _is_signed=None,
+        )
+
+    call: Any = gather_kept_features  # without its context
     return call(source, indices)
 
 

@@ -342,7 +342,8 @@ class _Block:
                     load = functools.partial(self.load_factors, stage.norm, place)
                 sums, factors, slots = self.multiply(stage, piece, number, slots, load)
                 if stage.sparse_tiles:
-                    self.store_sums(self.part_of_pair(piece, number), sums)
+                    part = functools.partial(self.part_of_pair, piece, number)
+                    self.store_sums(part, sums)
                     return slots
                 store = functools.partial(self.store_part, i, stage, unit, piece, sums)
                 finish = functools.partial(
@@ -462,18 +463,20 @@ class _Block:
     ) -> None:
         """Leaves sums to who finishes the unit."""
         unit = unit - (stage.units - stage.shared_units)
-        self.store_sums(self.part(stage, unit, piece.part), sums)
+        part = functools.partial(self.part, stage, unit, piece.part)
+        self.store_sums(part, sums)
         self.signal(self.counter(self.of_units[i] + unit))
 
     def part_of_pair(self, piece: Piece, number: Scalar) -> Ref:
         """Where a warpgroup leaves its sums of a tile of a tile-sparse weight."""
         return self.refs["parts"].at[piece.part * WARPGROUPS + number]
 
-    def store_sums(self, part: Ref, sums: list[jax.Array]) -> None:
-        """Stores the sums of a unit."""
+    def store_sums(self, part: Callable[[], Ref], sums: list[jax.Array]) -> None:
+        """Stores the sums of a unit, where `part` says."""
         for j, values in enumerate(sums):
+            there = part().at[j]
             for n in range(self.problem.rows // 8):
-                part.at[j].at[n][...] = values[:, 8 * n : 8 * (n + 1)]
+                there.at[n][...] = values[:, 8 * n : 8 * (n + 1)]
 
     def load_parts(self, stage: Stage, unit: Scalar, j: Any, row: Scalar) -> Any:
         """The sum of the parts of a group of a shared unit, which are there."""
@@ -723,8 +726,12 @@ class _Block:
         return lax.broadcast_in_dim(vector.astype(jnp.float32), shape, (0,))
 
     def store(self, place: _Place, name: str, group: Scalar, values: jax.Array) -> None:
-        """Stores [64,rows] as bfloat16 of [rows,features]."""
+        """Stores [64,rows] as bfloat16 of [rows,features], or as it is."""
         target, rows = self.refs[name], place.span
+        if self.problem.kept and name not in ("q", "kv"):
+            target = target.at[pl.ds(group * GROUP, GROUP), rows]
+            target[...] = values.astype(jnp.bfloat16)
+            return
         if (m := target.shape[0]) < place.rows:
             rows = pl.ds(0, m)
         target = target.at[rows, pl.ds(group * GROUP, GROUP)]
@@ -787,17 +794,18 @@ def _outputs(schedule: Schedule) -> dict[str, jax.ShapeDtypeStruct]:
     """The results, and what stages hand to each other."""
     p = schedule.problem
     fp32, bf16 = jnp.float32, jnp.bfloat16
+    turn = -1 if p.kept else 1  # what is gathered is feature-major
     found = {
         "new_residual": ((p.d_model, p.rows), fp32),
         "between": ((p.d_model, p.rows), fp32),
-        "normed_0": ((p.rows, p.d_model), bf16),
-        "hidden": ((p.rows, p.d_ff), bf16),
+        "normed_0": ((p.rows, p.d_model)[::turn], bf16),
+        "hidden": ((p.rows, p.d_ff)[::turn], bf16),
         "factors": ((2, p.rows), fp32),
         "parts": ((max(1, schedule.most_parts), UNIT, p.rows // 8, GROUP, 8), fp32),
     }
     if p.projects:
         found |= {
-            "normed_1": ((p.rows, p.d_model), bf16),
+            "normed_1": ((p.rows, p.d_model)[::turn], bf16),
             "q": ((p.m, p.heads * p.head_dim), bf16),
             "kv": ((p.m, 2 * p.kv_heads * p.head_dim), bf16),
         }

@@ -36,12 +36,17 @@ def gather_kept(source, indices, closure):
     return found.reshape(-1)
 
 
+def gather_kept_features(source, indices):
+    return source[indices].reshape(-1)
+
+
 def store_two_tiles(smem, values):
     smem[...] = values.reshape(2, 64, -1).swapaxes(1, 2)
 
 
 register_inline("load_kept_rows", load_kept_rows)
 register_inline("gather_kept", gather_kept)
+register_inline("gather_kept_features", gather_kept_features)
 register_inline("store_two_tiles", store_two_tiles, writes=(0,))
 
 WEIGHTS = ("out", "gate_up", "down", "qkv")
