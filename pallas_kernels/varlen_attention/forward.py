@@ -254,6 +254,9 @@ def forward_from(
     of_products = (x.score_descale, x.v_descale) if problem.fp8 else None
     extra, structure = jax.tree.flatten((held, x.sinks, x.slopes, bias, of_products))
     pieces = held.pieces(problem, blocks)
+    params = plgpu.CompilerParams()
+    if problem.head_dim == 256:  # leaves no room for sums over warps, of which are none
+        params = dataclasses.replace(params, reduction_scratch_bytes=0)
     return plgpu.kernel(
         functools.partial(_body, problem, scores, blocks, structure, len(extra)),
         out_type=forward_outputs(x, with_rest),
@@ -285,11 +288,7 @@ def forward_from(
             warpgroups=consumers + 1,
         ),
         kernel_name="varlen_attention",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            # No sum is over warps, and heads of 256 leave no room for one.
-            **({"reduction_scratch_bytes": 0} if problem.head_dim == 256 else {}),
-        ),
+        compiler_params=dataclasses.replace(params, approx_math=True),
     )(table, x.q, *extra)
 
 
