@@ -1,9 +1,8 @@
 """Encoding with parameters in stacks: between two attentions a layer is one op.
 
-Layers as of BERT take `pallas_kernels.encode_layer`, which can compute few tokens in
-one launch, in place of four (`IMPLEMENTATION`). It is for inference on one device with
-the parameters of all layers in one array each; all else runs block by block
-(`jaxscale.models.stack`).
+Layers as of BERT take `pallas_kernels.encode_layer`, which computes few tokens in one
+launch, in place of four. It is for inference on one device with the parameters of all
+layers in one array each; all else runs block by block (`jaxscale.models.stack`).
 
 Legend: B rows, T tokens of a row, D model.
 """
@@ -25,11 +24,6 @@ from jaxscale.nn.norms import LayerNorm
 from jaxscale.nn.self_attention import Attention
 from jaxscale.nn.stacked import stacks_of
 from pallas_kernels.encode_layer import EncodeLayerWeights, encode_layer
-
-
-IMPLEMENTATION: str | tuple[str, ...] = "dense"
-"""Of `pallas_kernels.encode_layer`. ``("mosaic_gpu", "dense")`` is one launch for few
-tokens; it runs on an H200, where its values and its time have not been compared yet."""
 
 
 def runs(blocks: Any) -> bool:
@@ -77,7 +71,6 @@ def run(
             following=jnp.asarray(inputs[0][0].layer) if inputs else None,
             activation=block.mlp.activation,
             eps=block.mlp_norm.eps,
-            implementation=IMPLEMENTATION,
         )
     return x
 
