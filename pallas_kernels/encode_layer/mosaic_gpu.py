@@ -397,8 +397,8 @@ def encode_layer(
         name: jax.ShapeDtypeStruct((p.m, n), dtype)
         for name, n in zip("qkv", p.heads, strict=False)
     }
-    own = operands["out_scale"]  # cut out of its stack by the launch that makes zeros
-    counters = ((own.astype(jnp.float32) + own.astype(jnp.float32)) > jnp.inf).astype(jnp.int32)
+    own = operands["out_scale"]
+    counters = zeros_like_no_others(schedule.counters, own[0], own)
     numbers = [layer] if following is None else [layer, following]
     names = [*given, "layer", "following"][: len(given) + len(numbers)]
     names += ["counters", *outputs]

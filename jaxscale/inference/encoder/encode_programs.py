@@ -444,7 +444,14 @@ def embed(
     normalize: bool,
 ) -> Float[Array, "B S D"]:
     """A vector of each text, fp32."""
-    vectors = pool(hidden, bounds, pooling, model.rules).astype(jnp.float32)
+    vectors = pool(
+        hidden,
+        bounds,
+        pooling,
+        model.rules,
+        dtype=jnp.float32,
+        implementation=None,
+    )
     if not normalize:
         return vectors
     norms = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
