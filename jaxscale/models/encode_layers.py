@@ -36,19 +36,23 @@ def runs(blocks: Any) -> bool:
 def run(
     blocks: Sequence[Any],
     x: Float[Array, "B T D"],
+    projected: Sequence[Float[Array, "B T _"]] | None,
     state: Any,
     variants: Sequence[AttentionConfig],
-) -> Float[Array, "B T D"]:
-    """The activations behind the last block.
+) -> tuple[Float[Array, "B T D"], Sequence[Float[Array, "B T _"]]]:
+    """The activations behind the last layer, and the next one's projections of them.
 
     Args:
-        blocks: Blocks of which `runs` is true, in the order of the layers.
+        blocks: Blocks of which `runs` is true, in the order of the layers, with the one
+            behind the last, if there is one.
         x: The activations before them.
+        projected: The first layer's queries, keys and values, if they are there.
         state: The state of attention.
         variants: The attention of each layer.
     """
-    projected = project_together(blocks[0].attention.inputs, x)
-    for i, (block, variant) in enumerate(zip(blocks, variants, strict=True)):
+    if projected is None:
+        projected = project_together(blocks[0].attention.inputs, x)
+    for i, (block, variant) in enumerate(zip(blocks, variants, strict=False)):
         attention = block.attention
         heads = attention.split_heads(projected)
         attended, state = attention.attend(heads, state.at(i, variant))
@@ -72,7 +76,7 @@ def run(
             activation=block.mlp.activation,
             eps=block.mlp_norm.eps,
         )
-    return x
+    return x, projected
 
 
 def _is_plain(block: Any) -> bool:

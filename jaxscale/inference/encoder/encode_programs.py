@@ -477,7 +477,7 @@ def _on_leaves(
     leaves: Any,
     whole: Array,
     size: int,
-    given: Array | None,
+    given: Any,
     out: Array | None,
 ) -> Any:
     """A function of the activations behind some layers, or these and the boundaries.
@@ -492,7 +492,7 @@ def _on_leaves(
         batch = Batch.of(whole, size, types=types)
         tokens, positions, kinds, bounds = batch[1:5]
     else:
-        tokens, positions = jnp.zeros(given.shape[:2], jnp.int32), None
+        tokens, positions = jnp.zeros((whole.shape[0], size), jnp.int32), None
         kinds, bounds = None, whole
     if stacked is not None:
         leaves = stacked.leaves(leaves)

@@ -69,9 +69,9 @@ def test_a_layer_is_few_launches_of_one_graph(size, room, launches):
     assert kinds[-1] == "kCustomCall"
     assert "segment_mean" in re.findall(r"custom-call\(.*", last)[-1]
     # Attention; its output and a norm; the hidden layer; its output and a norm;
-    # queries, keys and values. Of few tokens one launch has all but attention, and the
-    # first queries, keys and values of each program are apart. Then the means.
-    calls = launches * LAYERS + 2 * (launches == 2) + 1
+    # queries, keys and values. Of few tokens one launch has all but attention and the
+    # very first queries, keys and values. Then the means.
+    calls = launches * LAYERS + (launches == 2) + 1
     assert kinds.count("kCustomCall") == calls
     # Boundaries, look-ups and their norm; twice vectors, with counters.
     assert len(kinds) == calls + 5
