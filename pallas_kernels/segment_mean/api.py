@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import check_floating, dispatch, no_derivative
-from pallas_kernels.mosaic import DeviceSpec, check_hopper
+from pallas_kernels.mosaic import DeviceSpec, check_hopper, keep_mark, vary_alike
 from pallas_kernels.partition import check_local
 from pallas_kernels.segment_mean import mosaic_gpu
 from pallas_kernels.varlen_attention import segment_ids_from_cu_seqlens
@@ -67,8 +67,9 @@ def _mosaic_gpu(x: Array, cu_seqlens: Array) -> Array:
     check_local("segment_mean", x, cu_seqlens)
     mosaic_gpu.check(x.shape[1], x.shape[2], x.dtype)
     message = "segment_mean has derivatives with implementation='xla' alone"
-    given = no_derivative({"x": x, "cu_seqlens": cu_seqlens}, message)
-    return mosaic_gpu.segment_mean(given["x"], given["cu_seqlens"], device=device)
+    given = vary_alike(no_derivative({"x": x, "cu_seqlens": cu_seqlens}, message))
+    means = mosaic_gpu.segment_mean(given["x"], given["cu_seqlens"], device=device)
+    return keep_mark(means, given["x"])
 
 
 _FEW_TOKENS, _FEW_SEQUENCES = 256, 32

@@ -69,6 +69,19 @@ def test_nan_stays_in_its_sequence():
         assert np.isfinite(found[0, 1:]).all() and np.isfinite(found[1]).all()
 
 
+def test_rows_of_several_devices():
+    """What varies over a mesh axis is said to, and each device has a kernel."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("data")
+    x, cu = operands(*CASES[2])
+    with use_device(H200), jax.set_mesh(mesh):
+        each = jax.shard_map(segment_mean, in_specs=(spec, spec), out_specs=spec)
+        program = jax.jit(each).trace(x, cu).lower(lowering_platforms=("cuda",))
+        with pytest.raises(Unsupported, match="partition"):
+            jax.eval_shape(lambda: segment_mean(x, cu, implementation="mosaic_gpu"))
+    assert "mosaic_gpu" in program.as_text()
+
+
 def test_mistakes_and_what_the_kernel_cannot_serve():
     x, cu = operands(*CASES[1])
     with pytest.raises(ValueError, match="cu_seqlens have shapes"):
