@@ -318,9 +318,10 @@ def forward_blocks(
         sequences) that larger tiles would be half empty, if all such tiles fit on the
         GPU at once, or if a window is narrow (`is_narrow`), and there are not so many
         sequences that blocks search long for theirs. Under a narrow window four query
-        heads that read the same keys share them. From head dim 128 on half of the
-        columns of the queries are held in registers, or more: all of them were 5%
-        slower with head dim 128 (trial), and with 256 they do not fit. With 8-bit
+        heads that read the same keys share them. With head dims 128 and 256 half of
+        the columns of the queries are held in registers: all of them were 5% slower
+        with head dim 128, two of three 0.6% slower than none with 192 (trials), and
+        with 256 they do not fit. With 8-bit
         operands steps are half as long and take half of the room: more of them are
         under way, or they have more keys where all steps but the last are whole.
     """
@@ -341,8 +342,8 @@ def forward_blocks(
             return ForwardBlocks(consumers=1, block_k=64, overlap=False)
         return ForwardBlocks(consumers=3 if queries > 512 and not alibi else 2)
     if problem.head_dim in (96, 128, LATENT_DIMS[0]):
-        held = 2 if problem.head_dim == LATENT_DIMS[0] else 1
-        return ForwardBlocks(held=0 if alibi else held)
+        latent = problem.head_dim == LATENT_DIMS[0]
+        return ForwardBlocks(held=0 if alibi or latent else 1)
     return ForwardBlocks(block_k=64, overlap=False, ping_pong=True, held=2)
 
 
