@@ -148,7 +148,7 @@ BENCHMARK = Benchmark(
         encoder.case("bert_tiny", 1, 24),
         encoder.case("deberta_v3_tiny", 3, 24),
     ],
-    kernels=(*encoder.BENCHMARK.kernels, "encode_layer"),
+    kernels=(*encoder.BENCHMARK.kernels, "encode_layer", "segment_mean"),
     trains=lambda case: False,
     inputs=encoder.inputs,
     reference=reference,

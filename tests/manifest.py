@@ -80,6 +80,8 @@ from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.quantized_matmul.specs import SPECS as QUANTIZED
 from pallas_kernels.scaled_matmul import scaled_matmul
 from pallas_kernels.scaled_matmul.specs import SPECS as SCALED
+from pallas_kernels.segment_mean import segment_mean
+from pallas_kernels.segment_mean.specs import SPECS as SEGMENT_MEAN
 from pallas_kernels.tile_sparse_matmul import TileSparse, tile_sparse_matmul
 from pallas_kernels.tile_sparse_matmul.specs import SPECS as TILE_SPARSE
 from pallas_kernels.varlen_attention import (
@@ -476,6 +478,13 @@ def fp8_operand_cases() -> Iterator[Case]:
         yield Case(f"blocks_{k}", blocks, (x, x, x, weight, w))
 
 
+def segment_mean_cases() -> Iterator[Case]:
+    run = functools.partial(segment_mean, implementation="mosaic_gpu")
+    for name, spec in SEGMENT_MEAN.items():
+        x = array(1, spec.tokens, spec.features)
+        yield Case(name, run, (x, array(1, spec.sequences + 1, dtype=INT32)))
+
+
 def layer_norm_cases() -> Iterator[Case]:
     run = functools.partial(layer_norm, eps=1e-5, implementation="mosaic_gpu")
     for spec in LAYER_NORM:
@@ -610,6 +619,7 @@ OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "scaled_matmul": scaled_matmul_cases,
     "fp8_operands": fp8_operand_cases,
     "layer_norm": layer_norm_cases,
+    "segment_mean": segment_mean_cases,
     "tile_sparse_matmul": tile_sparse_cases,
     "collective_matmul": collective_cases,
 }

@@ -31,6 +31,9 @@ TESTS = {
     "dense": "matmul/test_dense_gpu.py::test_gradients",
     "quantized_matmul": "quantized_matmul/test_gpu.py::test_every_number_is_exact",
     "decode_layer": "decode_layer/test_gpu.py::test_tiny_layers[changes1]",
+    "segment_mean": (
+        "segment_mean/test_gpu.py::test_values_repeat_and_are_right[bert_base_256]"
+    ),
     "encode_layer": (
         "encode_layer/test_gpu.py::test_values_repeat_and_are_right[8-False]"
     ),

@@ -1,9 +1,8 @@
 """Encoding with parameters in stacks: between two attentions a layer is one op.
 
-Layers as of BERT take `pallas_kernels.encode_layer`, which can compute few tokens in
-one launch, in place of four (`IMPLEMENTATION`). It is for inference on one device with
-the parameters of all layers in one array each; all else runs block by block
-(`jaxscale.models.stack`).
+Layers as of BERT take `pallas_kernels.encode_layer`, which computes few tokens in one
+launch, in place of four. It is for inference on one device with the parameters of all
+layers in one array each; all else runs block by block (`jaxscale.models.stack`).
 
 Legend: B rows, T tokens of a row, D model.
 """
@@ -27,11 +26,6 @@ from jaxscale.nn.stacked import stacks_of
 from pallas_kernels.encode_layer import EncodeLayerWeights, encode_layer
 
 
-IMPLEMENTATION: str | tuple[str, ...] = "dense"
-"""Of `pallas_kernels.encode_layer`. ``("mosaic_gpu", "dense")`` is one launch for few
-tokens; it runs on an H200, where its values and its time have not been compared yet."""
-
-
 def runs(blocks: Any) -> bool:
     """Whether `run` computes what the blocks of an encoder do."""
     if blocks is None or isinstance(blocks, Block) or not blocks:
@@ -42,19 +36,23 @@ def runs(blocks: Any) -> bool:
 def run(
     blocks: Sequence[Any],
     x: Float[Array, "B T D"],
+    projected: Sequence[Float[Array, "B T _"]] | None,
     state: Any,
     variants: Sequence[AttentionConfig],
-) -> Float[Array, "B T D"]:
-    """The activations behind the last block.
+) -> tuple[Float[Array, "B T D"], Sequence[Float[Array, "B T _"]]]:
+    """The activations behind the last layer, and the next one's projections of them.
 
     Args:
-        blocks: Blocks of which `runs` is true, in the order of the layers.
+        blocks: Blocks of which `runs` is true, in the order of the layers, with the one
+            behind the last, if there is one.
         x: The activations before them.
+        projected: The first layer's queries, keys and values, if they are there.
         state: The state of attention.
         variants: The attention of each layer.
     """
-    projected = project_together(blocks[0].attention.inputs, x)
-    for i, (block, variant) in enumerate(zip(blocks, variants, strict=True)):
+    if projected is None:
+        projected = project_together(blocks[0].attention.inputs, x)
+    for i, (block, variant) in enumerate(zip(blocks, variants, strict=False)):
         attention = block.attention
         heads = attention.split_heads(projected)
         attended, state = attention.attend(heads, state.at(i, variant))
@@ -77,9 +75,8 @@ def run(
             following=jnp.asarray(inputs[0][0].layer) if inputs else None,
             activation=block.mlp.activation,
             eps=block.mlp_norm.eps,
-            implementation=IMPLEMENTATION,
         )
-    return x
+    return x, projected
 
 
 def _is_plain(block: Any) -> bool:

@@ -320,8 +320,8 @@ class EncoderModel(Pretrained, nnx.Module):
         positions: Int[Array, "*B T"] | None = None,
         checked: bool = False,
         layers: range | None = None,
-        given: Float[Array, "B T D"] | None = None,
-    ) -> Float[Array, "*B T D"]:
+        given: Any = None,
+    ) -> Any:
         """The activations of the last layer.
 
         Args:
@@ -336,8 +336,12 @@ class EncoderModel(Pretrained, nnx.Module):
             checked: All ids, types and positions are known to be in their tables, which
                 saves some kernels.
             layers: Which layers to run, of packed rows, so that several programs can
-                share a pass; None is all. Returned are the activations behind them.
-            given: The activations behind those before, if they are not the first.
+                share a pass; None is all. Unless the last is among them, what is
+                returned is for the next ones alone.
+            given: What was returned for the layers before, if there are any.
+
+        Returns:
+            ``[*B,T,D]``, in `dtype`.
 
         Raises:
             ValueError: `cu_seqlens` that are not traced do not fit the rows, a row is
@@ -384,16 +388,20 @@ class EncoderModel(Pretrained, nnx.Module):
             # Counted from the start of each sequence, whatever `positions` say.
             places = token_positions(tokens.shape, cu_seqlens, rules)
             x = self.convolution_norm(x + self.convolution(embedded, places))
+        projected = None
         if given is not None:
-            x = given  # the compiler leaves out what came before
+            x, projected = given  # the compiler leaves out what came before
         first = 0 if self.first is None else 1  # of the layers in the stack
         stacked = range(max(run.start, first), run.stop)
         if self.blocks is not None and stacked:
             order = [config.block_of(layer) - first for layer in stacked]
+            following = range(run.stop, config.num_layers)[:1]
             variants = [config.attention(layer) for layer in stacked]
             if encode_layers.runs(self.blocks):
                 blocks: Any = self.blocks
-                x = encode_layers.run([blocks[i] for i in order], x, state, variants)
+                order += [config.block_of(layer) - first for layer in following]
+                parts = [blocks[i] for i in order]
+                x, projected = encode_layers.run(parts, x, projected, state, variants)
             else:
                 other = config.layer_groups is not None or layers is not None
                 x, _ = run_stack(
@@ -406,7 +414,7 @@ class EncoderModel(Pretrained, nnx.Module):
                     order=order if other else None,
                 )
         if run.stop < config.num_layers:
-            return x
+            return x, projected
         x = x if self.norm is None else self.norm(x)
         return lose(x, lost, rules)
 

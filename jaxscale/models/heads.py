@@ -5,7 +5,7 @@ vocabulary, C labels.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -25,6 +25,7 @@ from jaxscale.sharding.operations import constrain, contract
 from jaxscale.sharding.parameters import partitioned
 from jaxscale.sharding.rules import REPLICATED, AxisRules
 from jaxscale.sharding.shards import per_shard
+from pallas_kernels.segment_mean import segment_mean
 from pallas_kernels.varlen_attention import segment_ids_from_cu_seqlens
 
 
@@ -108,15 +109,14 @@ class HeadConfig:
         return self.kind in ("sequence", "pooler")
 
 
-_FEW_TOKENS, _FEW_SEQUENCES = 256, 32
-"""Of at most so many a GPU has means in one kernel. By a matmul it would take five."""
-
-
 def pool(
     hidden: Float[Array, "B T D"],
     cu_seqlens: Int[Array, "B seqs_plus_1"] | None,
     pooling: Pooling = "mean",
     rules: AxisRules = REPLICATED,
+    *,
+    dtype: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = "xla",
 ) -> Float[Array, "B S D"]:
     """One vector for each packed sequence.
 
@@ -125,9 +125,12 @@ def pool(
         cu_seqlens: Boundaries of the sequences; None: each row is one.
         pooling: The first token, or the mean or maximum over the tokens, in fp32.
         rules: Mesh axes of each logical axis.
+        dtype: Type of the vectors; None is that of `hidden`.
+        implementation: Of `pallas_kernels.segment_mean`, which has gradients as
+            ``"xla"`` alone.
 
     Returns:
-        Vectors in the type of `hidden`; zeros for empty sequences.
+        Vectors in `dtype`; zeros for empty sequences.
 
     Example:
         >>> hidden = jnp.array([[[1.0], [3.0], [5.0], [9.0]]])
@@ -144,40 +147,18 @@ def pool(
         if pooling == "first":
             first = hidden[jnp.minimum(cu[:-1], num_tokens - 1)]  # [S, D]
             return jnp.where(empty, jnp.zeros((), hidden.dtype), first)
-        count = jnp.maximum(cu[1:] - cu[:-1], 1)[:, None].astype(jnp.float32)
-        few = num_tokens <= _FEW_TOKENS and count.size <= _FEW_SEQUENCES
-        if pooling == "mean" and few:
-            at = jnp.arange(num_tokens)
-            member = (at >= cu[:-1, None]) & (at < cu[1:, None])  # [S, T]
-            shares = hidden.astype(jnp.float32) / count[:, None]  # [S, T, D]
-            # Selected, not multiplied: NaN stays in its sequence.
-            out = jnp.where(member[..., None], shares, 0).sum(axis=1)
-            return out.astype(hidden.dtype)
         ids = segment_ids_from_cu_seqlens(cu, num_tokens)
-        if pooling == "max":
-            values = hidden.astype(jnp.float32)
-            ids = jnp.where(ids < 0, cu.shape[0] - 1, ids)
-            out = jax.ops.segment_max(values, ids, cu.shape[0])[:-1]  # [S, D]
-        else:
-            member = ids[None] == jnp.arange(cu.shape[0] - 1)[:, None]  # [S, T]
-            # A matmul, not a scatter: the same sums in the same order in every run. Its
-            # zeros would spread NaN to the other sequences.
-            finite = jnp.isfinite(hidden).all(axis=1)  # [T]
-            values = jnp.where(((ids >= 0) & finite)[:, None], hidden, 0)
-            spoiled = (member & ~finite).any(axis=1)[:, None]  # [S, 1]
-            # Of 0 and 1, so exact in any type; the sums are in fp32.
-            out = jnp.matmul(
-                member.astype(hidden.dtype),
-                values,
-                precision="highest",
-                preferred_element_type=jnp.float32,
-            )
-            out = out / count
-            out = jnp.where(spoiled, jnp.nan, out)
-        return jnp.where(empty, 0, out).astype(hidden.dtype)
+        values = hidden.astype(jnp.float32)
+        ids = jnp.where(ids < 0, cu.shape[0] - 1, ids)
+        out = jax.ops.segment_max(values, ids, cu.shape[0])[:-1]  # [S, D]
+        return jnp.where(empty, 0, out)
 
     def rows(hidden: Array, cu: Array) -> tuple[Array]:
-        return (jax.vmap(one_row)(hidden, cu),)
+        if pooling == "mean":
+            out = segment_mean(hidden, cu, implementation=implementation)
+        else:
+            out = jax.vmap(one_row)(hidden, cu)
+        return (out.astype(dtype or hidden.dtype),)
 
     tokens, out = ("batch", None, "act_embed"), ("batch", None, "act_embed")
     hidden = constrain(hidden, tokens, rules)

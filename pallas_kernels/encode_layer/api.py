@@ -60,10 +60,9 @@ def encode_layer(
     ``y = norm(activation(x @ up) @ down + x)``;
     queries, keys and values of the next layer are projections of y. All have biases.
 
-    "dense" is four launches of `pallas_kernels.matmul.dense`. On Hopper GPUs few tokens
-    can take one, "mosaic_gpu", whose blocks wait for each other and read the weights of
-    a matmul while they compute the one before; its values are checked in the
-    interpreter, not yet on a GPU, so it has to be asked for. Not differentiable.
+    On Hopper GPUs few tokens take one launch, "mosaic_gpu", whose blocks wait for each
+    other and read the weights of a matmul while they compute the one before. "dense" is
+    four launches of `pallas_kernels.matmul.dense`. Not differentiable.
 
     Args:
         attended: ``[*B,M,A]``, the output of attention; leading axes are merged with M.
@@ -77,8 +76,8 @@ def encode_layer(
         eps: added to the variances of both norms.
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, a multiple of 8
             tokens up to 1,024, D a multiple of 128 from 256 to 1,024, other features
-            multiples of 64; one device), "dense", a sequence of these, or None for
-            "dense".
+            multiples of 64; one device), "dense", a sequence of these, or None for the
+            first that serves the arguments.
 
     Returns:
         ``(y, heads)``: ``[*B,M,D]``, and ``[*B,M,C]`` for each of the `heads`.
@@ -108,7 +107,7 @@ def encode_layer(
     message = "encode_layer has no derivatives: it is for inference"
     return dispatch(
         "encode_layer",
-        {"dense": _dense, "mosaic_gpu": _mosaic_gpu},
+        {"mosaic_gpu": _mosaic_gpu, "dense": _dense},
         implementation,
         no_derivative(operands, message),
         layer,

@@ -397,8 +397,8 @@ def encode_layer(
         name: jax.ShapeDtypeStruct((p.m, n), dtype)
         for name, n in zip("qkv", p.heads, strict=False)
     }
-    own = operands["out_scale"][0]
-    counters = zeros_like_no_others(schedule.counters, own, own)
+    own = operands["out_scale"]
+    counters = zeros_like_no_others(schedule.counters, own[0], own)
     numbers = [layer] if following is None else [layer, following]
     names = [*given, "layer", "following"][: len(given) + len(numbers)]
     names += ["counters", *outputs]

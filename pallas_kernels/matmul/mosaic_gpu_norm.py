@@ -241,8 +241,7 @@ def dense_norm(
     def lines(a: jax.Array) -> jax.Array:
         return a.reshape(*a.shape[:-1], n // width, width)
 
-    own = scale[0]
-    counters = zeros_like_no_others(cm, own, own)
+    counters = zeros_like_no_others(cm, scale[0], scale)
     padded = config.parts, cm * config.tile_m, n // width, width
     scratch = tiles.scratch_types()
     del scratch["out_smem"]

@@ -18,8 +18,8 @@ from pallas_kernels.mosaic.aliases import Ref, Scalar
 
 
 def zeros_like_no_others(
-    size: int, shared: Num[Array, ""], own: Num[Array, ""]
-) -> Int[Array, "size"]:
+    size: int, shared: Num[Array, ""], own: Num[Array, "..."]
+) -> Int[Array, "_"]:
     """Zeros for a launch that writes them, int32.
 
     Had all launches of a program the same, as constants are, XLA would copy them for
@@ -27,16 +27,21 @@ def zeros_like_no_others(
     they read the same `shared`.
 
     Args:
-        size: how many.
+        size: how many, at least.
         shared: any number that is an operand of all launches.
-        own: any number that differs from launch to launch.
+        own: any number that differs from launch to launch. Of a vector as many zeros as
+            it has numbers: where XLA cuts vectors out of a stack, that launch makes the
+            zeros, too.
 
     Example:
         >>> zeros_like_no_others(3, jnp.int32(7), jnp.float32(0.5)).tolist()
         [0, 0, 0]
     """
     total = shared.astype(jnp.float32) + own.astype(jnp.float32)
-    return jnp.broadcast_to((total > jnp.inf).astype(jnp.int32), (size,))
+    zeros = (total > jnp.inf).astype(jnp.int32)
+    if zeros.size < size:
+        zeros = jnp.broadcast_to(zeros.reshape(-1)[0], (size,))
+    return zeros
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))

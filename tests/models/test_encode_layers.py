@@ -38,7 +38,8 @@ def test_activations_are_those_of_the_blocks(layers):
     options = {"cu_seqlens": jnp.array([[0, 9, 24]]), "layers": layers}
     if layers is not None:
         shape = 1, 24, plain.config.d_model
-        options["given"] = jax.random.normal(jax.random.key(3), shape, jnp.bfloat16)
+        x = jax.random.normal(jax.random.key(3), shape, jnp.bfloat16)
+        options["given"] = x, None
     want = plain.hidden(tokens, **options)
     with recorded() as choices:
         found = stacked.hidden(tokens, **options)
@@ -62,3 +63,21 @@ def test_which_layers_are_one_op(name, changes, expected):
     plain, stacked = make(name, **changes)
     assert encode_layers.runs(stacked.blocks) is expected
     assert not encode_layers.runs(plain.blocks)
+
+
+def test_projections_are_handed_to_the_next_layers():
+    """Those of a layer are computed once, behind the layer before it."""
+    _, stacked = make()
+    tokens = jax.random.randint(jax.random.key(2), (1, 24), 0, 256)
+    bounds = jnp.array([[0, 9, 24]])
+    want = stacked.hidden(tokens, cu_seqlens=bounds)
+    given = None
+    for layers in (range(1), range(1, 3)):
+        with recorded() as choices:
+            given = stacked.hidden(
+                tokens, cu_seqlens=bounds, layers=layers, given=given
+            )
+        ops = [op for op, _ in choices]
+        # Four matmuls a layer but the model's last, which projects nothing.
+        assert ops.count("dense") == (1 + 4 if layers.start == 0 else 4 + 3)
+    np.testing.assert_array_equal(given, want)

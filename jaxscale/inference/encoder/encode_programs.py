@@ -70,9 +70,11 @@ class Batch(NamedTuple):
     """A batch of rows in a single array, so that it takes one transfer."""
 
     whole: Any
-    """All of the following, concatenated: [rows, size + size + room + 1] int32."""
+    """All of the following, concatenated: [rows, 3 * size + room + 1] int32."""
     tokens: Any
     """Part of it [rows, size]."""
+    positions: Any
+    """Of each token in its text; part of it [rows, size]."""
     types: Any
     """Part of it [rows, size]; None where the model has no types."""
     bounds: Any
@@ -85,9 +87,10 @@ class Batch(NamedTuple):
         cls, whole: Any, size: int, *, types: bool, pinned: PinnedBuffer | None = None
     ) -> "Batch":
         """The parts of rows of `size` tokens, with or without token types."""
-        end = 2 * size if types else size
-        kinds = whole[:, size:end] if types else None
-        return cls(whole, whole[:, :size], kinds, whole[:, end:], pinned)
+        end = 3 * size if types else 2 * size
+        kinds = whole[:, 2 * size : end] if types else None
+        tokens, positions = whole[:, :size], whole[:, size : 2 * size]
+        return cls(whole, tokens, positions, kinds, whole[:, end:], pinned)
 
     def fill(self, row: int, texts: Sequence[EncodedText], num_types: int) -> None:
         """Write texts into an empty row, on the host.
@@ -98,10 +101,14 @@ class Batch(NamedTuple):
         if not texts:
             return
         arrays = [text.array for text in texts]
-        bounds, ends = self.bounds[row], [*itertools.accumulate(map(len, arrays))]
+        lengths = [*map(len, arrays)]
+        bounds, ends = self.bounds[row], [*itertools.accumulate(lengths)]
         bounds[1 : len(ends) + 1] = ends
         bounds[len(ends) + 1 :] = end = ends[-1]
         np.concatenate(arrays, out=self.tokens[row, :end])
+        starts = np.repeat(bounds[: len(ends)], lengths)
+        places = self.positions[row, :end]
+        np.subtract(np.arange(end, dtype=np.int32), starts, out=places)
         if self.types is not None and any(text.has_types for text in texts):
             types = [np.array(text.types, np.int32) for text in texts]
             np.concatenate(types, out=self.types[row, :end])
@@ -269,9 +276,10 @@ class EncodePrograms:
             whole = jax.device_put(batch.whole, self._place)
         else:  # the program takes it from the host, which is the fastest way
             whole = batch.whole
-        given, buffer = None, self._result(shape)
+        given = None
         for program in self._earlier:
             given, whole = program(self._leaves, whole, shape.size, given, None)
+        buffer = self._result(shape)  # is filled while the device computes
         last, out = self._jitted[shape.method], None if buffer is None else buffer.array
         array = last(self._leaves, whole, shape.size, given, out)
         if buffer is None:
@@ -321,7 +329,7 @@ class EncodePrograms:
                 self._buffers.give_back(buffer)
 
     def _width(self, size: int, room: int) -> int:
-        return size * (2 if self._types > 1 else 1) + room + 1
+        return size * (3 if self._types > 1 else 2) + room + 1
 
     def _on_device(self, results: Any) -> Any:
         """Shapes of the results of a program, as the next one takes them."""
@@ -436,7 +444,14 @@ def embed(
     normalize: bool,
 ) -> Float[Array, "B S D"]:
     """A vector of each text, fp32."""
-    vectors = pool(hidden, bounds, pooling, model.rules).astype(jnp.float32)
+    vectors = pool(
+        hidden,
+        bounds,
+        pooling,
+        model.rules,
+        dtype=jnp.float32,
+        implementation=None,
+    )
     if not normalize:
         return vectors
     norms = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
@@ -462,7 +477,7 @@ def _on_leaves(
     leaves: Any,
     whole: Array,
     size: int,
-    given: Array | None,
+    given: Any,
     out: Array | None,
 ) -> Any:
     """A function of the activations behind some layers, or these and the boundaries.
@@ -474,9 +489,11 @@ def _on_leaves(
     if pinned:
         whole = jax.device_put(whole, jax.memory.Space.Device)
     if given is None:
-        _, tokens, kinds, bounds, _ = Batch.of(whole, size, types=types)
+        batch = Batch.of(whole, size, types=types)
+        tokens, positions, kinds, bounds = batch[1:5]
     else:
-        tokens, kinds, bounds = jnp.zeros(given.shape[:2], jnp.int32), None, whole
+        tokens, positions = jnp.zeros((whole.shape[0], size), jnp.int32), None
+        kinds, bounds = None, whole
     if stacked is not None:
         leaves = stacked.leaves(leaves)
     model: EncoderModel = jax.tree.unflatten(tree, leaves)
@@ -484,6 +501,8 @@ def _on_leaves(
         tokens,
         cu_seqlens=bounds,
         token_types=kinds,
+        # Where padding tokens have no position, the model counts.
+        positions=None if model.config.position_offset else positions,
         checked=True,
         layers=layers,
         given=given,

@@ -1,6 +1,7 @@
 """The program of `Encoder.encode`, compiled for an H200 without a GPU: its launches."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from jaxscale.inference import Encoder
-from jaxscale.models import EncoderModel, Tokenizer, encode_layers, encoder_preset
+from jaxscale.models import EncoderModel, Tokenizer, encoder_preset
 from pallas_kernels.mosaic import H200, use_device
 from tests.compiled import compile_for_h200
 from tests.tiers import exhaustive
@@ -18,12 +19,7 @@ from tests.tiers import exhaustive
 LAYERS = 8
 
 
-ONE_LAUNCH = "mosaic_gpu", "dense"
-
-
-def encoding(devices, size, room, part, implementation=None):
-    if implementation is not None:
-        encode_layers.IMPLEMENTATION = implementation  # of the process that compiles
+def encoding(devices, size, room, part):
     where = SingleDeviceSharding(devices[0])
     config = dataclasses.replace(encoder_preset("bert_base"), num_layers=LAYERS)
     types = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
@@ -56,37 +52,29 @@ def encoding(devices, size, room, part, implementation=None):
 
 # One, four and sixteen texts of up to 256 tokens, and 84 of 32.
 @pytest.mark.parametrize(
-    ("size", "room", "others", "implementation"),
-    [
-        (256, 32, 9, "dense"),
-        (256, 32, 11, ONE_LAUNCH),
-        *exhaustive(
-            (688, 32, 15, "dense"),
-            (688, 32, 17, ONE_LAUNCH),
-            (2688, 32, 15, ONE_LAUNCH),
-            (2688, 88, 16, "dense"),
-        ),
-    ],
+    ("size", "room", "launches"),
+    [(256, 32, 2), *exhaustive((688, 32, 2), (2688, 32, 5), (2688, 88, 5))],
 )
-def test_a_layer_is_few_launches_of_one_graph(size, room, others, implementation):
+def test_a_layer_is_few_launches_of_one_graph(size, room, launches):
     kinds = []
     for part in range(2):
-        compiled = compile_for_h200(encoding, size, room, part, implementation)
+        compiled = compile_for_h200(encoding, size, room, part)
         assert compiled.aliased == part * compiled.outputs
-        whole, *launches = compiled.thunks
+        whole, *inside = compiled.thunks
         assert whole == "kCommandBuffer"
-        assert all(launch.startswith(" ") for launch in launches)
-        kinds += [launch.split()[0] for launch in launches]
+        assert all(launch.startswith(" ") for launch in inside)
+        kinds += [launch.split()[0] for launch in inside]
+        last = compiled.hlo
     # Vectors are read as they appear. A matmul might write some of them twice.
-    assert kinds[-1] == "kCustomKernel"
+    assert kinds[-1] == "kCustomCall"
+    assert "segment_mean" in re.findall(r"custom-call\(.*", last)[-1]
     # Attention; its output and a norm; the hidden layer; its output and a norm;
-    # queries, keys and values. One launch for all but attention has the first queries,
-    # keys and values of each program apart.
-    one = implementation == ONE_LAUNCH and size <= 1024
-    layers = (2 if one else 5) * LAYERS
-    assert kinds.count("kCustomCall") == layers + 2 * one
-    # Boundaries, positions, look-ups and their norm; counters, vectors, and the means.
-    assert len(kinds) <= layers + others
+    # queries, keys and values. Of few tokens one launch has all but attention and the
+    # very first queries, keys and values. Then the means.
+    calls = launches * LAYERS + (launches == 2) + 1
+    assert kinds.count("kCustomCall") == calls
+    # Boundaries, look-ups and their norm; twice vectors, with counters.
+    assert len(kinds) == calls + 5
 
 
 def test_a_program_has_few_arguments():

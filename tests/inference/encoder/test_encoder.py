@@ -167,7 +167,7 @@ def test_results_come_in_the_order_of_the_texts():
     np.testing.assert_allclose(again, got[order], atol=1e-5)
 
 
-def test_batches_hold_tokens_types_and_boundaries():
+def test_batches_hold_tokens_positions_types_and_boundaries():
     """Bit by bit; the spans, which no model reads, may be left out."""
     encoder = make()
     many = [*texts(9), ("the cat", "a mat"), [5, 7, 6]]
@@ -183,16 +183,17 @@ def test_batches_hold_tokens_types_and_boundaries():
     order = [4, 10, 9, 0]
     ids = [token for i in order for token in encoded[i].ids]
     types = [kind for i in order for kind in encoded[i].types]
+    places = [place for i in order for place in range(len(encoded[i].ids))]
     ends = np.cumsum([len(encoded[i].ids) for i in order]).tolist()
     size, room = 144, 32
     want = [
-        *(row + [0] * (size - len(row)) for row in (ids, types)),
+        *(row + [0] * (size - len(row)) for row in (ids, places, types)),
         [0, *ends, *ends[-1:] * (room - len(ends))],
     ]
     found = encoder._batch([[encoded[i] for i in order]], size, room).whole
     assert found.dtype == np.int32 and any(types)
     np.testing.assert_array_equal(found, [list(itertools.chain(*want))])
-    np.testing.assert_array_equal(encoder._batch([], 8, 2).whole, np.zeros((1, 19)))
+    np.testing.assert_array_equal(encoder._batch([], 8, 2).whole, np.zeros((1, 27)))
 
 
 def test_unscanned_layers_have_parameters_of_their_own(tmp_path):
