@@ -18,6 +18,7 @@ sequence may be NaN. A step that would read it is moved up to end with the data;
 keys that it then holds twice are masked.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
