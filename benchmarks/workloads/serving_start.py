@@ -102,15 +102,16 @@ def serve(folder: str, programs: str) -> None:
     engine = EngineConfig(program_cache=programs)
 
     def load(progress: Any) -> Any:
-        return served(folder, engine=engine, progress=progress)
+        texts = lambda fields: loading.on_texts(fields)  # noqa: E731
+        return served(folder, engine=engine, progress=progress, on_texts=texts)
 
     def bound(port: int) -> None:
         print(port, flush=True)
 
     code = 1
     try:
-        load = Loading(load)
-        serve_http(load, ServerConfig(), port=0, on_bound=bound, own_process=True)
+        loading = Loading(load)
+        serve_http(loading, ServerConfig(), port=0, on_bound=bound, own_process=True)
         code = 0
     except Exception:
         traceback.print_exc()

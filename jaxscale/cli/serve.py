@@ -312,13 +312,15 @@ def _loader(config: ServeConfig) -> tuple[Callable[[], Any], bool]:
             quantization=config.quantization,
             lora_modules=lora_modules,
             progress=progress,
+            on_texts=lambda fields: loading.on_texts(fields),
         )
         backend = model.backend if isinstance(model, TextModel) else model
         if isinstance(backend, EngineBackend | ServedEncoder):
             backend.freeze_gc_heap()
         return model
 
-    return Loading(load), not is_encoder(source)
+    loading = Loading(load)
+    return loading, not is_encoder(source)
 
 
 def _model(config: ServeConfig) -> tuple[Path, Mesh | None, AxisRules, Any]:

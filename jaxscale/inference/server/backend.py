@@ -191,6 +191,9 @@ class Loading:
         """What ``/ready`` says of it."""
         self.on_change: Callable[[dict[str, Any]], None] = lambda state: None
         """Told of changes, on any thread."""
+        self.on_texts: Callable[[dict[str, Any]], None] = lambda fields: None
+        """Told the fields of the `TextModel` besides its backend, before that is made;
+        on any thread."""
 
     def __call__(self) -> Any:
         """The model."""

@@ -101,6 +101,8 @@ class _Host(threading.Thread):
         self._load, self._channel = load, channel
         if isinstance(load, Loading):
             load.on_change = lambda state: channel.send(("loading", state))
+            load.on_texts = self._send_texts
+        self._sent: dict[str, Any] = {}
         self.failure: BaseException | None = None
         self.backend: EngineBackend | None = None
         """Its engine, once it is loaded."""
@@ -125,8 +127,16 @@ class _Host(threading.Thread):
         host = EngineHost(backend, self._channel)
         others = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
         del others["backend"], others["_texts"]
+        for name, value in self._sent.items():
+            if others[name] is value:
+                del others[name]
         self._channel.send(("model", others, backend.config))
         host.run()
+
+    def _send_texts(self, fields: dict[str, Any]) -> None:
+        """A tokenizer takes the other process a second: while weights are read here."""
+        self._sent = fields
+        self._channel.send(("texts", fields))
 
 
 @contextlib.contextmanager
@@ -157,24 +167,26 @@ class _Awaited(Loading):
         super().__init__(lambda progress: self._await(channel, gone))
 
     def _await(self, channel: Channel, gone: Callable[[], None]) -> TextModel:
-        kind = "loading"
-        while kind == "loading":
+        kind, texts = "loading", {}
+        while kind in ("loading", "texts"):
             message = channel.receive()
             if message is None:
                 raise RuntimeError("the process of the engine has ended")
             kind, *content = message
             if kind == "loading":
                 (self.state,) = content
-        return _model(channel, gone, kind, content)
+            elif kind == "texts":
+                (texts,) = content
+        if kind == "failed":
+            raise content[0]
+        fields, sizes = content
+        return _model(channel, gone, texts | fields, sizes)
 
 
 def _model(
-    channel: Channel, gone: Callable[[], None], kind: str, content: list[Any]
+    channel: Channel, gone: Callable[[], None], fields: dict[str, Any], sizes: Any
 ) -> TextModel:
-    """The model of the other process, or its error."""
-    if kind == "failed":
-        raise content[0]
-    fields, sizes = content
+    """The model of the other process."""
     backend = RemoteBackend(channel, sizes, fields["tokenizer"], gone=gone)
     gc.collect()
     gc.freeze()  # what is there now stays

@@ -105,6 +105,7 @@ def served(
     quantization: Quantization | None = None,
     lora_modules: LoraModules | None = None,
     progress: Progress | None = None,
+    on_texts: Callable[[dict[str, Any]], None] | None = None,
 ) -> Served:
     """The model of a directory, compiled, its engine started.
 
@@ -123,6 +124,7 @@ def served(
         quantization: Weights of 8 bits of a decoder; None keeps those of the file.
         lora_modules: Directories of a decoder's adapters, by model name in requests.
         progress: As for `make_engine`.
+        on_texts: As of `Loading`.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -179,6 +181,7 @@ def served(
         defaults=defaults_of(generation) if sampling_defaults else {},
         weights=weights,
         progress=progress,
+        on_texts=on_texts,
     )
 
 
@@ -204,6 +207,7 @@ def text_model(
     defaults: Mapping[str, Any] | None = None,
     weights: Callable[[], Decoder] | None = None,
     progress: Progress | None = None,
+    on_texts: Callable[[dict[str, Any]], None] | None = None,
 ) -> TextModel:
     """A decoder, compiled, its engine started.
 
@@ -220,6 +224,7 @@ def text_model(
             the start.
         weights: As for `make_engine`.
         progress: As for `make_engine`.
+        on_texts: As of `Loading`.
 
     Raises:
         ValueError: sizes do not fit, or the template is malformed.
@@ -248,6 +253,18 @@ def text_model(
         compiler = GrammarCompiler(tokenizer, vocab_size=size, eos_ids=sorted(ends))
     else:
         print("no token ends a text: guided texts are refused", file=sys.stderr)
+    fields: dict[str, Any] = {
+        "name": name,
+        "tokenizer": tokenizer,
+        "chat": lay,
+        "aliases": tuple(aliases),
+        "adapters": adapters or {},
+        "tool_format": chat.tools(lay),
+        "reasoning_format": chat.thoughts(lay),
+        "defaults": defaults or {},
+    }
+    if on_texts is not None:
+        on_texts(fields)
     made = make_engine(
         model,
         tokenizer,
@@ -258,14 +275,4 @@ def text_model(
         weights=weights,
         progress=progress,
     )
-    return TextModel(
-        name=name,
-        backend=EngineBackend(made.start()),
-        tokenizer=tokenizer,
-        chat=lay,
-        aliases=tuple(aliases),
-        adapters=adapters or {},
-        tool_format=chat.tools(lay),
-        reasoning_format=chat.thoughts(lay),
-        defaults=defaults or {},
-    )
+    return TextModel(backend=EngineBackend(made.start()), **fields)

@@ -11,7 +11,7 @@ import types
 import pytest
 
 from jaxscale.inference.server import EngineBackend, ServerConfig, front
-from jaxscale.inference.server.backend import Load
+from jaxscale.inference.server.backend import Load, Loading
 from jaxscale.inference.server.channel import Channel
 from jaxscale.inference.server.remote import RemoteBackend
 from jaxscale.inference.server.run import make_server
@@ -85,6 +85,41 @@ def test_the_result_says_whether_all_is_compiled(other, programs):
     with pytest.raises(RuntimeError, match="ended with 7") as caught:
         serve(load)
     assert isinstance(caught.value, front.ServerLost) is not whole
+
+
+def test_texts_go_before_the_model(other):
+    """What needs no weights is unpickled while they are read, and once."""
+    model = text_model(Backend(1))
+    fields = {name: getattr(model, name) for name in ("name", "tokenizer", "chat")}
+    received = []
+
+    def answer(channel):
+        received.extend(channel.receive() for _ in range(2))
+        channel.send(("close",))
+        assert channel.receive() == ("closed",)
+        return 0
+
+    def load(progress):
+        loading.on_texts(fields)
+        return model
+
+    loading = Loading(load)
+    other(answer)
+    assert serve(loading)
+    (kind, texts), (last, others, sizes) = received
+    assert (kind, last) == ("texts", "model") and texts.keys() == fields.keys()
+    assert not others.keys() & texts.keys() and others["aliases"] == model.aliases
+    ours, theirs = map(Channel, socket.socketpair())
+    ours.send(("texts", texts))
+    ours.send(("model", others, sizes))
+    ours.send(("load", Load()))
+    found = front._Awaited(theirs, lambda: None)()
+    assert (found.name, found.created) == (model.name, model.created)
+    assert found.encode("to be") == model.encode("to be")
+    ours.send(("closed",))
+    found.backend.close()
+    ours.close()
+    theirs.close()
 
 
 def test_nobody_waits_for_a_model_without_a_server(other):
