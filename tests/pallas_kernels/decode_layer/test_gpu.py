@@ -157,23 +157,23 @@ def test_tiny_layers_of_tile_sparse_weights(changes, counts, columns):
 def test_a_real_layer_of_tile_sparse_weights(m, uneven):
     problem, given = real_sparse(m, uneven)
     poison(problem)
-    first = run(problem, given)
+    first = run(problem, given)[:3]
     check(problem, given, first)
     others = given | {"attended": given["attended"][:, ::-1]}
     for _ in range(20):
         run(problem, others)
-        again = run(problem, given)
+        again = run(problem, given)[:3]
         for a, b in zip(first, again, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 def test_a_row_of_tile_sparse_weights_does_not_depend_on_the_others():
     problem, given = real_sparse(32, True)
-    residual, q, kv = run(problem, given)
+    residual, q, kv, *_ = run(problem, given)
     some = {
         "attended": given["attended"][:8],
         **{name: given[name][:, :8] for name in ("residual", "cos", "sin")},
     }
-    few = run(dataclasses.replace(problem, m=8), given | some)
+    few = run(dataclasses.replace(problem, m=8), given | some)[:3]
     for a, b in zip(few, (residual[:, :8], q[:8], kv[:8]), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
