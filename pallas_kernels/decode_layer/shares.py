@@ -154,15 +154,12 @@ class SharedTileSparse:
         return dataclasses.replace(sizes, workers=(self.plan.size - sizes.size) // 8)
 
 
-def share(weight: TileSparse, device: DeviceSpec | None = None) -> SharedTileSparse:
+def share(weight: TileSparse, device: DeviceSpec) -> SharedTileSparse:
     """Plans how the blocks of a GPU share a weight, once for all calls.
 
     Args:
         weight: tiles of 128 columns.
-        device: the GPU; None is the one that computations run on.
-
-    Raises:
-        ValueError: there is no GPU and none is named.
+        device: the GPU.
 
     Example:
         >>> import jax.numpy as jnp
@@ -171,9 +168,6 @@ def share(weight: TileSparse, device: DeviceSpec | None = None) -> SharedTileSpa
         >>> share(w, H200).shares
         Shares(tiles=2, n=256, workers=132)
     """
-    device = device or DeviceSpec.current()
-    if device is None:
-        raise ValueError("device None where no GPU is; name one, such as H200")
     places = weight.places
     if places is None and weight.columns is not None:
         inputs, outputs = weight.shape
