@@ -142,6 +142,8 @@ class Problem:
             reasons[f"tiles of at most {rooms} rows, expected multiples of {GROUP}"] = (
                 all(room > 0 and room % GROUP == 0 for room in rooms)
             )
+            reason = f"tile-sparse weights over {self.devices} devices, expected one"
+            reasons[reason] = self.devices == 1
         for reason, fits in reasons.items():
             if not fits:
                 raise Unsupported(f"decode_layer: {reason}; use implementation='xla'")

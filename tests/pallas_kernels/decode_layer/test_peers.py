@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.collective_matmul import make_all_reduce_workspace
 from pallas_kernels.decode_layer import mosaic_gpu, tensor_parallel_decode_layer
-from pallas_kernels.decode_layer.config import DecodeLayerConfig
+from pallas_kernels.decode_layer.config import DecodeLayerConfig, Kept
 from pallas_kernels.decode_layer.peers import Peers
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
@@ -249,6 +249,10 @@ def test_what_the_kernel_refuses():
         tensor_parallel_decode_layer(
             *arguments(problem, operands(problem)), None, **kernel
         )
+    sparse = dataclasses.replace(problem, kept=(Kept(tiles=2, room=64),) * 4)
+    sparse.check()
+    with pytest.raises(Unsupported, match="tile-sparse weights over 2 devices"):
+        dataclasses.replace(sparse, devices=2).check()
 
 
 def test_xla_adds_over_devices():
