@@ -27,7 +27,13 @@ from tests.tiers import exhaustive
     [
         "llama3_8b_m64",
         "llama3_8b_m32_fp8",
-        *exhaustive("llama3_8b_m1", "qwen2_7b_m8", "llama3_8b_m32_int8"),
+        "llama3_8b_m32_uneven75",
+        *exhaustive(
+            "llama3_8b_m1",
+            "qwen2_7b_m8",
+            "llama3_8b_m32_int8",
+            "llama3_8b_m1_sparse75",
+        ),
     ],
 )
 def test_it_is_one_launch_and_spills_nothing(name):
