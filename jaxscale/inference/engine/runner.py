@@ -7,7 +7,6 @@ tokens of a page, H head dim, V vocabulary, T tokens per prefill.
 import concurrent.futures
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -45,6 +44,7 @@ from jaxscale.inference.engine.scheduling.scheduler_config import (
 from jaxscale.inference.engine.scheduling.scheduler_output import Chunk, whole_blocks
 from jaxscale.inference.engine.timeline import Timeline
 from jaxscale.inference.request import MAX_BIASES
+from jaxscale.inference.switch_interval import short_switch_interval
 from jaxscale.models.adapters import adapter_names, with_adapters
 from jaxscale.models.decoder import Decoder
 from jaxscale.nn.cache import PAGES_AXES, SCALES_AXES
@@ -58,8 +58,6 @@ NUM_CHANGES = 512
 
 NUM_COUNTED = 512
 """Tokens that one call of `DecodePrograms.count` counts."""
-
-_SWITCH_SECONDS = 0.0005
 
 _ONE_GRAPH = {"xla_gpu_enable_dynamic_slice_fusion": False}
 # XLA launches a kernel that reads a slice of an array in place outside of any CUDA
@@ -314,23 +312,22 @@ class Runner:
             else:
                 compiled.set_result(None)
 
-        if weights is None:
-            compile_all()
-        else:
-            threading.Thread(target=compile_all, name="compile", daemon=True).start()
-            before = sys.getswitchinterval()
-            # Who reads needs Python for a moment after each piece, and would wait 5 ms
-            # for who traces: 30 times a layer.
-            sys.setswitchinterval(_SWITCH_SECONDS)
-            try:
-                self._take(*weights())
-            except BaseException:
-                self.table.stop()
-                raise
-            finally:
-                sys.setswitchinterval(before)
-        compiled.result()
-        self._separators = reserve_small(self.devices)
+        try:
+            if weights is None:
+                compile_all()
+            else:
+                threading.Thread(
+                    target=compile_all, name="compile", daemon=True
+                ).start()
+                # Who reads needs Python for a moment after each piece, and would wait
+                # 5 ms for who traces: 30 times a layer.
+                with short_switch_interval():
+                    self._take(*weights())
+            compiled.result()
+            self._separators = reserve_small(self.devices)
+        except BaseException:  # what is behind would wait for ever
+            self.table.stop()
+            raise
         read.set()  # what is behind takes Python from all that
 
     def _take(self, model: Decoder, kv_scales: np.ndarray | None) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,15 +18,13 @@ from jaxscale.inference.server.app import create_app
 from jaxscale.inference.server.config import ServerConfig
 from jaxscale.inference.server.service import Served, Service
 from jaxscale.inference.server.stream import CHUNKS
+from jaxscale.inference.switch_interval import short_switch_interval
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 """Names of this machine that no other can have."""
 _CUT_OFF_SECONDS = 5
 _POLL_SECONDS = 0.01
-_SWITCH_SECONDS = 0.0005
-# After which the loop, which has work all the time at hundreds of streams, lets the
-# engine's thread go on. Python's default of 5 ms is half a step.
 
 
 class Server(uvicorn.Server):
@@ -47,6 +44,13 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Drain, then end; may be called on any thread."""
         self._asked = True
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a signal or `stop`."""
+        # The loop, which has work all the time at hundreds of streams, has to let the
+        # engine's thread go on.
+        with short_switch_interval():
+            super().run(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take a signal."""
@@ -72,8 +76,8 @@ def make_server(
 ) -> Server:
     """A server that can be run on sockets.
 
-    Threads of this process then take turns more often: the engine's must not wait for
-    the loop.
+    While it runs, threads of this process take turns more often: the engine's must not
+    wait for the loop.
 
     Args:
         load: Loads the model, while the server already answers.
@@ -81,7 +85,6 @@ def make_server(
         access_log: Log one line per request.
     """
     app = create_app(config, load)
-    sys.setswitchinterval(_SWITCH_SECONDS)
     settings = uvicorn.Config(
         app,
         http=_bounded(config.header_seconds),

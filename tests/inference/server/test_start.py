@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import sys
 import threading
 
@@ -157,6 +158,23 @@ def test_weights_that_cannot_be_read(directory, monkeypatch):
     monkeypatch.setattr(load, "load_decoder", broken)
     with pytest.raises(OSError, match="the disk is gone"):
         load.served(directory, engine=SIZES)
+
+
+def test_a_start_that_fails_late_leaves_no_thread(directory, monkeypatch):
+    """What is traced behind does not wait for a start that has failed."""
+
+    def fail(devices):
+        raise MemoryError("no room")
+
+    before = {*threading.enumerate()}
+    monkeypatch.setattr(runner, "reserve_small", fail)
+    with pytest.raises(MemoryError, match="no room"):
+        load.served(directory, engine=SIZES)
+    gc.collect()  # which ends threads of pools that are not used any more
+    left = {*threading.enumerate()} - before
+    for thread in left:
+        thread.join(WAIT)
+    assert not [thread for thread in left if thread.is_alive()]
 
 
 def test_pages_are_there_before_the_weights(directory, monkeypatch):
