@@ -5,7 +5,7 @@ vocabulary, C labels.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -116,7 +116,6 @@ def pool(
     rules: AxisRules = REPLICATED,
     *,
     dtype: DTypeLike | None = None,
-    implementation: str | Sequence[str] | None = "xla",
 ) -> Float[Array, "B S D"]:
     """One vector for each packed sequence.
 
@@ -126,8 +125,6 @@ def pool(
         pooling: The first token, or the mean or maximum over the tokens, in fp32.
         rules: Mesh axes of each logical axis.
         dtype: Type of the vectors; None is that of `hidden`.
-        implementation: Of `pallas_kernels.segment_mean`, which has gradients as
-            ``"xla"`` alone.
 
     Returns:
         Vectors in `dtype`; zeros for empty sequences.
@@ -155,7 +152,7 @@ def pool(
 
     def rows(hidden: Array, cu: Array) -> tuple[Array]:
         if pooling == "mean":
-            out = segment_mean(hidden, cu, implementation=implementation)
+            out = segment_mean(hidden, cu)
         else:
             out = jax.vmap(one_row)(hidden, cu)
         return (out.astype(dtype or hidden.dtype),)

@@ -32,16 +32,22 @@ _LAYOUT = plgpu.Layout.TILED(
 )
 
 
-def check(num_tokens: int, features: int, dtype: jnp.dtype) -> None:
+def check(x: jax.ShapeDtypeStruct | jax.Array, sequences: int) -> None:
     """Checks that the kernel can serve these sizes.
 
     Raises:
         Unsupported: it cannot.
     """
-    if dtype not in (jnp.bfloat16, jnp.float16):
+    rows, num_tokens, features = x.shape
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
         raise Unsupported(
-            f"segment_mean: x of type {dtype.name}, the kernel takes bfloat16 or"
+            f"segment_mean: x of type {x.dtype.name}, the kernel takes bfloat16 or"
             " float16; use implementation='xla'"
+        )
+    if not rows or not sequences:
+        raise Unsupported(
+            f"segment_mean: {rows} rows of {sequences} sequences, the kernel takes at"
+            " least one of each; use implementation='xla'"
         )
     if features % COLUMNS or not features or num_tokens < _LANES:
         raise Unsupported(

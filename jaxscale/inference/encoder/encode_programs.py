@@ -444,14 +444,7 @@ def embed(
     normalize: bool,
 ) -> Float[Array, "B S D"]:
     """A vector of each text, fp32."""
-    vectors = pool(
-        hidden,
-        bounds,
-        pooling,
-        model.rules,
-        dtype=jnp.float32,
-        implementation=None,
-    )
+    vectors = pool(hidden, bounds, pooling, model.rules, dtype=jnp.float32)
     if not normalize:
         return vectors
     norms = jnp.linalg.norm(vectors, axis=-1, keepdims=True)

@@ -1,5 +1,6 @@
 """Means of packed sequences: in the interpreter, and by XLA."""
 
+import inspect
 import itertools
 
 import jax
@@ -42,7 +43,7 @@ CASES = [
 
 def interpreted(x, cu):
     with use_device(H200), interpret_mosaic_gpu(detect_races=True):
-        return np.asarray(segment_mean(x, cu, implementation="mosaic_gpu"))
+        return np.array(segment_mean(x, cu, implementation="mosaic_gpu"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -63,9 +64,10 @@ def test_xla(case):
 
 def test_nan_stays_in_its_sequence():
     x, cu = operands(*CASES[0])
-    x = x.at[0, 5].set(jnp.nan)
-    for found in (interpreted(x, cu), np.asarray(segment_mean(x, cu))):
-        assert np.isnan(found[0, 0]).all()
+    x = x.at[0, 5].set(jnp.nan).at[0, 200, 3].set(jnp.inf)
+    for found in (interpreted(x, cu), np.array(segment_mean(x, cu))):
+        assert np.isnan(found[0, 0]).all() and not np.isfinite(found[0, 2, 3])
+        found[0, 2] = 0
         assert np.isfinite(found[0, 1:]).all() and np.isfinite(found[1]).all()
 
 
@@ -82,6 +84,44 @@ def test_rows_of_several_devices():
     assert "mosaic_gpu" in program.as_text()
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_gradients(case):
+    """Those of the sums by their definition; zeros where there is no sequence."""
+    x, cu = operands(*case)
+    g = jax.random.normal(jax.random.key(1), (*cu.shape[:1], cu.shape[1] - 1, case[1]))
+    found = jax.vjp(lambda x: segment_mean(x, cu), x)[1](g)[0]
+    want = np.zeros(x.shape, np.float32)
+    for row, ends in enumerate(np.asarray(cu)):
+        for i, (start, end) in enumerate(itertools.pairwise(ends)):
+            want[row, start:end] = g[row, i] / float(max(1, end - start))
+    assert found.dtype == x.dtype
+    np.testing.assert_allclose(np.float32(found), want, rtol=2**-8)
+
+
+def test_the_kernel_has_gradients():
+    x, cu = operands(*CASES[2])
+    grad = jax.jit(jax.value_and_grad(lambda x: segment_mean(x, cu).sum()))
+    with use_device(H200):
+        program = grad.trace(x).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in program.as_text()
+
+
+def test_other_integers_and_no_sequences():
+    x, cu = operands(*CASES[1])
+    want = segment_mean(x, cu)
+    for dtype in (jnp.int8, jnp.uint32):
+        np.testing.assert_array_equal(segment_mean(x, cu.astype(dtype)), want)
+    with use_device(H200):
+        wider = jax.jit(segment_mean).trace(x, cu.astype(jnp.int16))
+        wider.lower(lowering_platforms=("cuda",))
+        for few in ((x[:0], cu[:0]), (x, cu[:, :1])):
+            assert segment_mean(*few).shape == (len(few[0]), few[1].shape[1] - 1, 128)
+            with pytest.raises(Unsupported, match="at least one of each"):
+                segment_mean(*few, implementation="mosaic_gpu")
+            grad = jax.grad(lambda x, cu: segment_mean(x, cu).sum())(*few)
+            assert grad.shape == few[0].shape and not grad.any()
+
+
 def test_mistakes_and_what_the_kernel_cannot_serve():
     x, cu = operands(*CASES[1])
     with pytest.raises(ValueError, match="cu_seqlens have shapes"):
@@ -89,6 +129,5 @@ def test_mistakes_and_what_the_kernel_cannot_serve():
     for wrong in (x.astype(jnp.float32), x[..., :64], x[:, :4]):
         with use_device(H200), pytest.raises(Unsupported, match="segment_mean"):
             segment_mean(wrong, cu, implementation="mosaic_gpu")
-    with use_device(H200), pytest.raises(NotImplementedError, match="derivatives"):
-        mean = lambda x: segment_mean(x, cu, implementation="mosaic_gpu").sum()  # noqa: E731
-        jax.eval_shape(jax.grad(mean), x)
+    with pytest.raises(ValueError, match="cu_seqlens has type float32"):
+        inspect.unwrap(segment_mean)(x, cu.astype(jnp.float32))
