@@ -38,8 +38,8 @@ def segment_mean(
         cu_seqlens: [B,S+1] integers, boundaries of the sequences of each row: from
             zero, never falling, at most T; the end may repeat.
         implementation: "mosaic_gpu" (Hopper; bfloat16 or float16, D a multiple of 128,
-            at least 8 tokens, a row and a sequence; one device), "xla", a sequence of these, or None for the
-            first that serves the arguments.
+            at least 8 tokens, a row and a sequence; one device), "xla", a sequence of
+            these, or None for the first that serves the arguments.
 
     Returns:
         [B,S,D] fp32.
