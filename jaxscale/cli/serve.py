@@ -132,18 +132,25 @@ def main(arguments: Sequence[str]) -> int:
         f"also read from the environment variable {_KEYS}, separated by commas.",
     )
     # What was imported stays: no pass over half a million objects while programs are
-    # traced.
+    # traced. What is garbage already does not.
+    gc.collect()
     gc.freeze()
     simulate_devices(config.devices)
     reserve_for_serving()
     with usage_errors():
         sharding.initialize()
-        threading.Thread(target=_wake_devices, daemon=True).start()
+    waking = threading.Thread(target=_wake_devices, daemon=True)
+    waking.start()
+    try:
         with contextlib.suppress(ImportError):  # it is raised where this is used
             importlib.import_module("jaxscale.inference.server")
-        announce_devices()
-    notice(f"reading {config.source}")
-    run(config)
+        with usage_errors():
+            announce_devices()
+        notice(f"reading {config.source}")
+        run(config)
+    except UsageError:
+        waking.join()  # it would abort the end of the interpreter
+        raise
     return 0
 
 

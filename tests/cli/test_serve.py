@@ -3,11 +3,13 @@
 import asyncio
 import dataclasses
 import functools
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import httpx2
@@ -17,6 +19,7 @@ import pytest
 from flax import nnx
 
 from jaxscale.cli import serve
+from jaxscale.cli.errors import UsageError
 from jaxscale.inference import EngineConfig, Request, SamplingParams
 from jaxscale.inference.server import ServedEncoder
 from jaxscale.inference.server.front import ServerLost
@@ -32,6 +35,12 @@ from jaxscale.models import (
 from jaxscale.sharding import MeshConfig
 from tests.ports import free_port
 from tests.tiers import exhaustive
+
+
+@pytest.fixture(autouse=True)
+def unfrozen(monkeypatch):
+    """The heap of this process is not that of a server."""
+    monkeypatch.setattr(gc, "freeze", lambda: None)
 
 
 @pytest.fixture
@@ -86,6 +95,21 @@ def test_mistakes_are_explained(call, arguments, message, tmp_path, monkeypatch)
     code, _, err = call(*arguments, "--port", "0")
     assert code == 2
     assert re.search(message, err, re.IGNORECASE), err
+
+
+def test_devices_are_woken_before_a_mistake_ends_the_command(monkeypatch, tmp_path):
+    """The interpreter must not end in the middle of that."""
+    leaving, woken = threading.Event(), []
+
+    def wake():
+        leaving.wait(0.2)  # or until `main` has left, without waiting
+        woken.append(not leaving.is_set())
+
+    monkeypatch.setattr(serve, "_wake_devices", wake)
+    with pytest.raises(UsageError, match="holds no model"):
+        serve.main([str(tmp_path)])
+    leaving.set()
+    assert woken == [True]
 
 
 def test_keys(tmp_path, monkeypatch):

@@ -195,6 +195,7 @@ def _model(
 
 def main(listener: int, connection: int) -> None:
     """Answer calls at a listening socket, for the engine behind another."""
+    gc.collect()
     gc.freeze()  # what was imported stays
     channel = Channel(socket.socket(fileno=connection))
     settings: Any = channel.receive()
