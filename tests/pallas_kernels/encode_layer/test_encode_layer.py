@@ -1,13 +1,14 @@
 """An encoder layer from one attention to the next, in one launch and in four."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.dispatch import Unsupported, recorded
 from pallas_kernels.encode_layer import EncodeLayerWeights, encode_layer
 from pallas_kernels.mosaic import H200, use_device
 from tests.interpreter import interpret_mosaic_gpu
@@ -109,6 +110,27 @@ def test_a_launch_for_each_matmul():
     arrays = operands(8, lead=(2,))
     check(run(arrays, "dense"), arrays)
     check(run(arrays, None), arrays)  # no GPU
+
+
+@pytest.mark.parametrize(
+    ("d", "dtype", "expected"),
+    [
+        (768, jnp.bfloat16, "mosaic_gpu"),
+        (768, jnp.float16, "dense"),
+        (1024, jnp.bfloat16, "dense"),
+    ],
+)
+def test_one_launch_is_the_default_where_it_was_timed(d, dtype, expected):
+    def cast(x):
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+
+    shapes = jax.tree.map(cast, jax.eval_shape(lambda: operands(128, d)))
+    with use_device(H200):
+        for implementation, wanted in ((None, expected), ("mosaic_gpu", "mosaic_gpu")):
+            f = functools.partial(run, implementation=implementation)
+            with recorded() as choices:
+                jax.eval_shape(lambda *arrays, f=f: f(arrays), *shapes)
+            assert choices[-1] == ("encode_layer", wanted)
 
 
 def test_bits_of_a_row_do_not_depend_on_the_others():
