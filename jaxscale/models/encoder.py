@@ -6,7 +6,8 @@ length, D model, E embedding.
 """
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,10 @@ from jaxscale.sharding.rules import REPLICATED, AxisRules, check_rules
 from jaxscale.sharding.shards import per_shard
 from pallas_kernels.arrays import concrete
 
+
+type Partial = tuple[Float[Array, "*B T D"], Sequence[Float[Array, "*B T _"]] | None]
+"""What some layers hand to the next ones: the activations behind them, and the next
+layer's queries, keys and values where they are computed already."""
 
 _PRESET = "jaxscale.models.encoder_preset('bert_tiny') makes one"
 
@@ -311,6 +316,30 @@ class EncoderModel(Pretrained, nnx.Module):
             raise ValueError("head None: make the model with a head")
         return self.head.output_embedding(self.embed.table[...])
 
+    @overload
+    def hidden(
+        self,
+        tokens: Int[Array, "*B T"],
+        *,
+        cu_seqlens: Int[Array, "*B seqs_plus_1"] | None = None,
+        token_types: Int[Array, "*B T"] | None = None,
+        positions: Int[Array, "*B T"] | None = None,
+        checked: bool = False,
+        layers: None = None,
+        given: None = None,
+    ) -> Float[Array, "*B T D"]: ...
+    @overload
+    def hidden(
+        self,
+        tokens: Int[Array, "*B T"],
+        *,
+        cu_seqlens: Int[Array, "*B seqs_plus_1"] | None = None,
+        token_types: Int[Array, "*B T"] | None = None,
+        positions: Int[Array, "*B T"] | None = None,
+        checked: bool = False,
+        layers: range | None,
+        given: Partial | None = None,
+    ) -> Float[Array, "*B T D"] | Partial: ...
     def hidden(
         self,
         tokens: Int[Array, "*B T"],
@@ -320,8 +349,8 @@ class EncoderModel(Pretrained, nnx.Module):
         positions: Int[Array, "*B T"] | None = None,
         checked: bool = False,
         layers: range | None = None,
-        given: Any = None,
-    ) -> Any:
+        given: Partial | None = None,
+    ) -> Float[Array, "*B T D"] | Partial:
         """The activations of the last layer.
 
         Args:
@@ -336,12 +365,12 @@ class EncoderModel(Pretrained, nnx.Module):
             checked: All ids, types and positions are known to be in their tables, which
                 saves some kernels.
             layers: Which layers to run, of packed rows, so that several programs can
-                share a pass; None is all. Unless the last is among them, what is
-                returned is for the next ones alone.
+                share a pass; None is all.
             given: What was returned for the layers before, if there are any.
 
         Returns:
-            ``[*B,T,D]``, in `dtype`.
+            ``[*B,T,D]``, in `dtype`; a `Partial`, to be the next layers' `given`, if
+            the last layer is not among `layers`.
 
         Raises:
             ValueError: `cu_seqlens` that are not traced do not fit the rows, a row is
@@ -354,10 +383,14 @@ class EncoderModel(Pretrained, nnx.Module):
         check_tokens(tokens, (1, 2))
         if tokens.ndim == 1:
             rows = [cu_seqlens, token_types, positions]
-            rows = [None if x is None else x[None] for x in rows]
-            names = ("cu_seqlens", "token_types", "positions")
-            named: dict[str, Any] = dict(zip(names, rows, strict=True))
-            hidden = self.hidden(tokens[None], **named, checked=checked)
+            bounds, types, places = (None if x is None else x[None] for x in rows)
+            hidden = self.hidden(
+                tokens[None],
+                cu_seqlens=bounds,
+                token_types=types,
+                positions=places,
+                checked=checked,
+            )
             # An Explicit axis, of one device too, must not split what is taken away.
             axes = (None, "tokens", "act_embed")
             return constrain(hidden, axes, self.rules)[0]

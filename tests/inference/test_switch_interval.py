@@ -26,7 +26,7 @@ def test_a_server_changes_nothing_but_while_it_runs(monkeypatch):
         seen.append(sys.getswitchinterval())
 
     monkeypatch.setattr("uvicorn.Server.run", run)
-    server = make_server(lambda progress: None, ServerConfig())
+    server = make_server(lambda: None, ServerConfig())
     assert sys.getswitchinterval() == before
     server.run()
     assert seen[0] < before == sys.getswitchinterval()
