@@ -78,7 +78,7 @@ class Decoder(Pretrained, nnx.Module):
     requests decode, ``"mosaic_gpu"`` or ``"xla"``, where the layers allow it; None runs
     block by block. ``"auto"`` is the kernel up to 32 rows, where it is faster. On
     several GPUs it needs a workspace in the state (`PagedRows.workspace`), as the
-    engine makes it. Set it on a model that `for_inference` returned.
+    engine makes it, and ``"auto"`` is the kernel on two H200s alone. Set it on a model that `for_inference` returned.
     """
 
     @explain_keywords

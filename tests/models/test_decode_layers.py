@@ -185,7 +185,7 @@ def test_the_kernel_adds_over_devices(monkeypatch):
     with jax.set_mesh(mesh):
         model.decode_layer = None
         want = jax.jit(run)(model)
-        model.decode_layer = "auto"
+        model.decode_layer = "mosaic_gpu"
         with interpret_mosaic_gpu(concurrent_blocks=True) as found:
             run_here = jax.jit(
                 lambda model: run(model, sums_of(3, SMALL).begin()),
@@ -213,6 +213,17 @@ def test_devices_take_the_kernel_where_they_have_a_workspace():
             assert (("decode_layer", "mosaic_gpu") in choices) is takes
         model.decode_layer = None
         assert not model.adds_in_layers(32, sums_of(32, H200).begin)
+
+
+@pytest.mark.parametrize(("devices", "name"), [(2, "nvidia_h100"), (4, "nvidia_h200")])
+def test_devices_that_were_not_timed_take_the_kernel_only_by_name(devices, name):
+    device = dataclasses.replace(H200, name=name)
+    changes = SPLIT | {"num_heads": 8, "num_kv_heads": 4}
+    model, mesh = on_devices(devices, jnp.bfloat16, **changes)
+    with jax.set_mesh(mesh), use_device(device):
+        assert not model.adds_in_layers(8, sums_of(8, device).begin)
+        model.decode_layer = "mosaic_gpu"
+        assert model.adds_in_layers(8, sums_of(8, device).begin)
 
 
 def test_more_rows_or_tokens_run_as_blocks():
