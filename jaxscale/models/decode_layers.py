@@ -42,6 +42,7 @@ from pallas_kernels.decode_layer import (
     rotation,
     tensor_parallel_decode_layer,
 )
+from pallas_kernels.decode_layer.shares import SHARED_TILE
 from pallas_kernels.mosaic import DeviceSpec
 
 
@@ -338,12 +339,13 @@ def _is_plain(block: Any, devices: int) -> bool:
 
 
 def _is_one_shard(layer: Any) -> bool:
-    """Whether a layer is tile-sparse, on one device."""
+    """Whether a layer is tile-sparse, on one device, with tiles that blocks share."""
     return (
         type(layer) is TileSparseLinear
         and layer.metadata is None
-        and len(layer.values[...]) == 1
-        and layer.dtype == layer.values[...].dtype
+        and layer.values.shape[0] == 1
+        and layer.values.shape[-1] == SHARED_TILE
+        and layer.dtype == layer.values.dtype
     )
 
 
@@ -360,7 +362,7 @@ def _kinds(block: Any) -> list[Any]:
     attention, mlp = block.attention, block.mlp
     layers = attention.joined, attention.out, mlp.joined, mlp.down
     return [
-        (TileSparseLinear, layer.values[...].dtype)
+        (TileSparseLinear, layer.values.dtype)
         if isinstance(layer, TileSparseLinear)
         else (type(layer) is QuantizedLinear, layer.kernel.dtype)
         for layer in layers

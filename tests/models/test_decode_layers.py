@@ -235,14 +235,14 @@ def test_more_rows_or_tokens_run_as_blocks():
         assert not chosen(model, 2, queries=3)
 
 
-def pruned(model):
+def pruned(model, tile=128):
     """Three quarters of the rows of each tile left out, all columns kept."""
 
     def convert(_, layer):
         k, n = layer.kernel.shape
-        scores = jax.random.uniform(jax.random.key(k + n), (k, n // 128))
-        mask = jnp.repeat(scores < jnp.quantile(scores, 0.25), 128, axis=1)
-        weight = TileSparse.from_dense(layer.kernel[...], mask, tile=128)
+        scores = jax.random.uniform(jax.random.key(k + n), (k, n // tile))
+        mask = jnp.repeat(scores < jnp.quantile(scores, 0.25), tile, axis=1)
+        weight = TileSparse.from_dense(layer.kernel[...], mask, tile=tile)
         return TileSparseLinear(
             TileSparse.stack([weight]),
             split=None,
@@ -286,6 +286,7 @@ def test_tile_sparse_weights_take_the_kernel_if_all_are():
         assert decode_layers.faster(model.blocks, 1) is None  # not timed
         model.blocks[1] = make(jnp.bfloat16, **WIDE).blocks[1]
         assert not chosen(model)
+        assert not chosen(pruned(apart(jnp.bfloat16), tile=64))
 
 
 @pytest.mark.gpu
