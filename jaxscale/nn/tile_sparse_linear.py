@@ -149,7 +149,7 @@ class TileSparseLinear(nnx.Module):
             made: Any = plan(_first(leaves))
         else:  # planned on the host
             made = plan(_first(jax.device_get(leaves)))
-            made = jax.device_put(made, leaves[0].sharding)
+            made = jax.device_put(made, self.rows.get_value().sharding)
         self.plan = nnx.data(SparsePattern(made))
 
     @property

@@ -54,8 +54,9 @@ def compile_ahead(device: Any) -> Iterator[None]:
         with _lock:
             _entered -= 1
             if not _entered:
-                pool = core.KNOWN_KERNELS.pool
-                _before.update(core.KNOWN_KERNELS)
+                known: Any = core.KNOWN_KERNELS
+                pool = known.pool
+                _before.update(known)
                 core.KNOWN_KERNELS = _before
         if pool is not None:
             pool.shutdown(cancel_futures=failed)

@@ -303,7 +303,7 @@ class TileSparse:
         """
         if self.columns is None:
             return packed
-        places = self.places_of_columns()
+        places: Any = self.places_of_columns()
         return jnp.take(packed, places, axis=axis, mode="fill", fill_value=0)
 
     def places_of_columns(self) -> Int[Any, " N"] | None:
