@@ -42,6 +42,8 @@ from pallas_kernels.decode_layer import (
     rotation,
     tensor_parallel_decode_layer,
 )
+from pallas_kernels.decode_layer.shares import SHARED_TILE
+from pallas_kernels.mosaic import DeviceSpec
 
 
 _log = logging.getLogger(__name__)
@@ -50,6 +52,9 @@ MOST_ROWS = 32
 """Rows up to which the kernel decodes by itself: in trials on an H200 a layer of LLaMA
 3 8B took less time with it, with weights in bfloat16, int8 and fp8; rows are due. More
 have not been timed."""
+
+_FASTER_OVER = {("nvidia_h200", 2)}
+"""GPUs, and numbers of them that split a layer, over which it was timed and faster."""
 
 
 def faster(blocks: Any, rows: int) -> str | None:
@@ -71,6 +76,10 @@ def faster(blocks: Any, rows: int) -> str | None:
         ('mosaic_gpu', None)
     """
     if rows > MOST_ROWS or isinstance(blocks, Block):
+        return None
+    devices, device = _devices(_axis(blocks[0])), DeviceSpec.current()
+    name = None if device is None else device.name
+    if devices > 1 and (name, devices) not in _FASTER_OVER:
         return None
     pruned = isinstance(blocks[0].attention.out, TileSparseLinear)  # not timed yet
     return None if pruned else "mosaic_gpu"
@@ -330,12 +339,13 @@ def _is_plain(block: Any, devices: int) -> bool:
 
 
 def _is_one_shard(layer: Any) -> bool:
-    """Whether a layer is tile-sparse, on one device."""
+    """Whether a layer is tile-sparse, on one device, with tiles that blocks share."""
     return (
         type(layer) is TileSparseLinear
         and layer.metadata is None
-        and len(layer.values[...]) == 1
-        and layer.dtype == layer.values[...].dtype
+        and layer.values.shape[0] == 1
+        and layer.values.shape[-1] == SHARED_TILE
+        and layer.dtype == layer.values.dtype
     )
 
 
@@ -352,7 +362,7 @@ def _kinds(block: Any) -> list[Any]:
     attention, mlp = block.attention, block.mlp
     layers = attention.joined, attention.out, mlp.joined, mlp.down
     return [
-        (TileSparseLinear, layer.values[...].dtype)
+        (TileSparseLinear, layer.values.dtype)
         if isinstance(layer, TileSparseLinear)
         else (type(layer) is QuantizedLinear, layer.kernel.dtype)
         for layer in layers

@@ -76,9 +76,10 @@ class Decoder(Pretrained, nnx.Module):
     decode_layer: str | None = "auto"
     """Implementation of `pallas_kernels.decode_layer.decode_layer` with which few
     requests decode, ``"mosaic_gpu"`` or ``"xla"``, where the layers allow it; None runs
-    block by block. ``"auto"`` is the kernel up to 32 rows, where it is faster. On
-    several GPUs it needs a workspace in the state (`PagedRows.workspace`), as the
-    engine makes it. Set it on a model that `for_inference` returned.
+    block by block. ``"auto"`` is the kernel up to 32 rows, where it is faster, over
+    several GPUs on two H200s alone. There it needs a workspace in the state
+    (`PagedRows.workspace`), as the engine makes it. Set it on a model that
+    `for_inference` returned.
     """
 
     @explain_keywords

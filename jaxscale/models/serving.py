@@ -55,7 +55,12 @@ def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> 
             )
         if not is_abstract(result):
             result = place(result, mesh, rules)
-    return compiled(lambda model: prepared_model(model, sizes), result, mesh, rules)
+    result = compiled(lambda model: prepared_model(model, sizes), result, mesh, rules)
+    if not sizes:
+        for _, part in nnx.iter_modules(result):
+            if isinstance(part, TileSparseLinear):
+                part.share_out()
+    return result
 
 
 def _is_served(model: Any) -> bool:
@@ -170,10 +175,6 @@ def prepare[M: nnx.Module](module: M, rules: AxisRules, sizes: dict[str, int]) -
             part.join_inputs(ways)
         elif isinstance(part, MLP):
             part.join_inputs(ways_of("mlp", sizes, rules))
-    if not sizes:
-        for _, part in nnx.iter_modules(module):
-            if isinstance(part, TileSparseLinear):
-                part.share_out()
     return module
 
 

@@ -38,7 +38,8 @@ from pallas_kernels.mosaic import DeviceSpec, check_hopper
 
 
 type AllReduce = Literal["xla", "low_latency"] | None
-"""All-reduce of a decode step: XLA's, our kernel, or None for the faster one."""
+"""All-reduce of a decode step: XLA's, our kernel, or None for the faster one;
+see `Sums.choose`."""
 
 
 @jax.tree_util.register_dataclass
@@ -143,7 +144,7 @@ class Sums:
 
         Args:
             all_reduce: The caller's choice. None takes our kernel where measured decode
-                steps are faster with it.
+                steps are faster with it, and where it is `needed`.
             mesh: The devices of the program; None is a single one.
             rules: Mesh axes of each logical axis.
             elements: Maximum number of elements of a sum.

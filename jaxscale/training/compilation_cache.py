@@ -8,6 +8,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale.checks import private_folder
+from pallas_kernels.mosaic.kernels_ahead import AHEAD
 
 
 @contextlib.contextmanager
@@ -25,18 +26,22 @@ def programs_in(folder: Path) -> Iterator[bool]:
             user may write there.
 
     Yields:
-        Whether the cache has programs.
+        Whether the cache has programs, beside those of kernels compiled ahead.
 
     Raises:
         ValueError: others may write to the folder, or it cannot be made.
     """
     if given := jax.config.jax_compilation_cache_dir:
-        yield any(Path(given).glob("*"))
+        yield _has_programs(Path(given))
         return
     jax.config.update("jax_compilation_cache_dir", str(private_folder(folder)))
     compilation_cache.reset_cache()
     try:
-        yield any(folder.glob("*"))
+        yield _has_programs(folder)
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
+
+
+def _has_programs(folder: Path) -> bool:
+    return any(not path.name.startswith(AHEAD) for path in folder.glob("*"))

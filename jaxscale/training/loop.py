@@ -176,11 +176,12 @@ def fit(
         file = directory / f"events-{jax.process_index()}.jsonl"
         stack.enter_context(events.written_to(file))
         events.emit(phases.LAYOUT, 0, **layout_args(mesh, jax.process_index(), config))
+        ahead = stack.enter_context(contextlib.ExitStack())
         if mesh.devices.flat[0].platform == "gpu":
             cached = stack.enter_context(programs_in(directory / "programs"))
             stack.enter_context(keep_modules())
             if not cached:
-                stack.enter_context(compile_ahead(mesh.local_devices[0]))
+                ahead.enter_context(compile_ahead(mesh.local_devices[0]))
         # Before the checkpointer, which is closed when the last checkpoint is written.
         asked_to_stop = stack.enter_context(stop_on_signal())
         checkpoints = stack.enter_context(_checkpointer(config))
@@ -217,6 +218,7 @@ def fit(
                 batch = _next(batches, step, config, events.skips.get(step, 0))
                 batch = to_rows(batch, config, mesh)
             state, metrics = train_step(state, batch)
+            ahead.close()  # the step is compiled
             monitor.log(step, metrics, _progress(batches))
             guard.check(step, state, metrics)
             checkpoints.check()

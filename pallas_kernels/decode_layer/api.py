@@ -20,6 +20,7 @@ from pallas_kernels.collective_matmul.config import Call
 from pallas_kernels.collective_matmul.ops import check_mesh
 from pallas_kernels.decode_layer import mosaic_gpu, xla
 from pallas_kernels.decode_layer.config import (
+    GROUP,
     DecodeLayerConfig,
     Kept,
     Problem,
@@ -146,10 +147,12 @@ def decode_layer(
         layer: weights of the layer.
         projection: what the next layer's attention needs; None after the last layer.
         eps: added to the mean squares of both norms.
-        implementation: "mosaic_gpu" (Hopper; bfloat16, weights of that or of 8 bits, up
-            to 64 requests; head dim, hidden features and those of attention multiples
-            of 128, model features and columns of q, k and v of 256; one device), "xla",
-            a sequence of these, or None for the first that can.
+        implementation: "mosaic_gpu" (Hopper; bfloat16, weights of that or of 8 bits, or
+            tile-sparse ones of bfloat16 with tiles of 128 columns that are shared out
+            for this GPU, see `share`; up to 64 requests; head dim, hidden features and
+            those of attention multiples of 128, model features and columns of q, k and
+            v of 256; one device), "xla", a sequence of these, or None for the first
+            that can.
         config: how the kernel cuts a layer; None is the default. XLA takes none.
 
     Returns:
@@ -498,6 +501,12 @@ def _mosaic_gpu(
     call: _Call,
 ) -> Any:
     device = _check_kernel(operands, problem, workspace, call.axis_name)
+    tile_k = None if call.config is None else call.config.tile_k
+    if problem.kept and tile_k not in (None, GROUP):
+        raise Unsupported(
+            f"decode_layer: tile_k={tile_k} with tile-sparse weights, expected None or"
+            f" {GROUP}"
+        )
     if call.axis_name is not None:
         # XLA fuses a slice with the kernel that reads it, and the fusion loses the
         # aliasing of the workspace.

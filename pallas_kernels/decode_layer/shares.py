@@ -12,9 +12,12 @@ Axes: T tiles, C pairs of tiles, N output features, W blocks.
 
 import dataclasses
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from pallas_kernels.decode_layer.config import GROUP, UNIT, WARPGROUPS
@@ -68,9 +71,9 @@ class Shares:
 
 
 def make_plan(
-    counts: Int[Array, "T"], places: Int[Array, "N"] | None, shares: Shares
-) -> Int[Array, " size"]:
-    """The plan of a weight.
+    counts: Int[Any, "T"], places: Int[Any, "N"] | None, shares: Shares
+) -> Int[Any, " size"]:
+    """The plan of a weight: a NumPy array, unless its sizes are traced.
 
     Args:
         counts: rows that each tile keeps.
@@ -78,50 +81,53 @@ def make_plan(
             that is pruned; None where all are kept, in order.
         shares: sizes.
     """
+    # On the host no programs are compiled.
+    traced = isinstance(counts, Tracer) or isinstance(places, Tracer)
+    np: Any = jnp if traced else numpy
+    if not traced:
+        counts = numpy.asarray(counts)
+        places = None if places is None else numpy.asarray(places)
     pairs, workers = shares.pairs, shares.workers
-    order = jnp.argsort(-counts, stable=True)
-    order = jnp.concatenate([order, order[-1:]])[: 2 * pairs].reshape(pairs, 2)
-    depths = -(-jnp.max(counts[order], axis=1) // GROUP)
-    after = jnp.cumsum(depths)
+    order = np.argsort(-counts, stable=True)
+    order = np.concatenate([order, order[-1:]])[: 2 * pairs].reshape(pairs, 2)
+    depths = -(-np.max(counts[order], axis=1) // GROUP)
+    after = np.cumsum(depths)
     before, steps = after - depths, after[-1]
     # Where there are fewer steps than blocks, the first ones have one each.
-    active = jnp.maximum(jnp.minimum(workers, steps), 1)
-    bounds = steps * jnp.minimum(jnp.arange(workers + 1), active) // active
+    active = np.maximum(np.minimum(workers, steps), 1)
+    bounds = steps * np.minimum(np.arange(workers + 1), active) // active
     begin, end = bounds[:-1], bounds[1:]
 
-    def pair_of(step: Array) -> Array:
-        return jnp.minimum(jnp.searchsorted(after, step, side="right"), pairs - 1)
+    def pair_of(step: Any) -> Any:
+        return np.minimum(np.searchsorted(after, step, side="right"), pairs - 1)
 
-    def worker_of(step: Array) -> Array:
-        return jnp.searchsorted(end, step, side="right")
+    def worker_of(step: Any) -> Any:
+        return np.searchsorted(end, step, side="right")
 
     first, last = pair_of(begin), pair_of(end - 1)
-    number = jnp.where(end > begin, last - first + 1, 0)
+    number = np.where(end > begin, last - first + 1, 0)
     skip = begin - before[first]
-    taken = jnp.minimum(end, after[first]) - begin
+    taken = np.minimum(end, after[first]) - begin
     of_worker = [number, first, skip, taken, *order[first].T, begin, end]
     of_pair = [*order.T, before, after]
     # Where the sums of packed columns lie.
     owner = worker_of(before)
-    parts = jnp.where(depths > 0, worker_of(after - 1) - owner + 1, 0)
-    packed = jnp.arange(shares.n) if places is None else places
+    parts = np.where(depths > 0, worker_of(after - 1) - owner + 1, 0)
+    packed = np.arange(shares.n) if places is None else places
     tile, column = packed // SHARED_TILE, packed % SHARED_TILE
     is_there = tile < shares.tiles
-    place = (
-        jnp.zeros(2 * pairs, jnp.int32)
-        .at[order.ravel()[: shares.tiles]]
-        .set(jnp.arange(shares.tiles), mode="drop")[jnp.where(is_there, tile, 0)]
-    )
+    # The order holds every tile before the one that is taken twice.
+    place = np.argsort(order.ravel()[: shares.tiles])[np.where(is_there, tile, 0)]
     pair, half = place // 2, place % 2
     group = ((pair + owner[pair]) * WARPGROUPS + half) * UNIT + column // GROUP
     of_feature = [
         group * GROUP + column % GROUP,
-        jnp.where(is_there, parts[pair], 0),
+        np.where(is_there, parts[pair], 0),
     ]
     tables = (of_worker, of_pair, of_feature)
-    return jnp.concatenate(
-        [jnp.stack(table, axis=1).ravel() for table in tables]
-    ).astype(jnp.int32)
+    return np.concatenate([np.stack(table, axis=1).ravel() for table in tables]).astype(
+        np.int32
+    )
 
 
 @typing.no_type_check  # transformations rebuild it around shapes
@@ -154,6 +160,22 @@ class SharedTileSparse:
         return dataclasses.replace(sizes, workers=(self.plan.size - sizes.size) // 8)
 
 
+def plan_shares(weight: TileSparse, device: DeviceSpec) -> Int[Any, " size"]:
+    """The plan of `share`: a NumPy array, unless the weight is traced.
+
+    Args:
+        weight: tiles of 128 columns, of which the values are not read.
+        device: the GPU.
+    """
+    places = weight.places_of_columns()
+    if places is not None:  # the last tile may not be whole
+        np: Any = jnp if isinstance(places, Tracer) else numpy
+        beyond = weight.tiles * weight.tile
+        places = np.where(places < weight.packed_columns, places, beyond)
+    shares = Shares(weight.tiles, weight.shape[1], device.num_sms)
+    return make_plan(weight.counts, places, shares)
+
+
 def share(weight: TileSparse, device: DeviceSpec) -> SharedTileSparse:
     """Plans how the blocks of a GPU share a weight, once for all calls.
 
@@ -164,22 +186,10 @@ def share(weight: TileSparse, device: DeviceSpec) -> SharedTileSparse:
     Example:
         >>> import jax.numpy as jnp
         >>> from pallas_kernels.mosaic import H200
-        >>> w = TileSparse.from_dense(jnp.ones((256, 256)), tile=128)
+        >>> kept = jnp.ones((256, 256), bool)
+        >>> w = TileSparse.from_dense(jnp.ones((256, 256)), kept, tile=128)
         >>> share(w, H200).shares
         Shares(tiles=2, n=256, workers=132)
     """
-    places = weight.places
-    if places is None and weight.columns is not None:
-        inputs, outputs = weight.shape
-        del inputs
-        places = jnp.full((outputs,), weight.packed_columns, jnp.int32)
-        places = places.at[weight.columns].set(
-            jnp.arange(weight.packed_columns, dtype=jnp.int32), mode="drop"
-        )
-    if places is not None:  # the last tile may not be whole
-        beyond = weight.tiles * weight.tile
-        places = jnp.where(places < weight.packed_columns, places, beyond)
-    shares = Shares(weight.tiles, weight.shape[1], device.num_sms)
-    return SharedTileSparse(
-        weight=weight, plan=make_plan(weight.counts, places, shares)
-    )
+    plan = jnp.asarray(plan_shares(weight, device))
+    return SharedTileSparse(weight=weight, plan=plan)

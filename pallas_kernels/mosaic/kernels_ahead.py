@@ -9,6 +9,7 @@ programs never run.
 
 import concurrent.futures
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,41 +23,62 @@ from jax.sharding import SingleDeviceSharding
 from jaxlib.mlir import ir
 
 
+_lock = threading.Lock()
+_entered = 0
+_before: dict[bytes, bytes] = core.KNOWN_KERNELS
+
+
 @contextlib.contextmanager
 def compile_ahead(device: Any) -> Iterator[None]:
     """Compiles kernels in threads, from the moment when they are lowered in here.
 
     Errors are left to the programs that call the kernels. Where these come from a cache
-    of compiled programs, it would be for nothing.
+    of compiled programs, it would be for nothing. Contexts that overlap, also in other
+    threads, share the device of the first one.
 
     Args:
         device: a GPU of this process, of the kind of those that run the kernels.
     """
-    before = core.KNOWN_KERNELS
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        core.KNOWN_KERNELS = _Known(before, pool, device)
-        try:
-            yield
-        finally:
-            before.update(core.KNOWN_KERNELS)
-            core.KNOWN_KERNELS = before
+    global _entered, _before
+    with _lock:
+        if not _entered:
+            _before = core.KNOWN_KERNELS
+            core.KNOWN_KERNELS = _Known(_before, device)
+        _entered += 1
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        pool = None
+        with _lock:
+            _entered -= 1
+            if not _entered:
+                known: Any = core.KNOWN_KERNELS
+                pool = known.pool
+                _before.update(known)
+                core.KNOWN_KERNELS = _before
+        if pool is not None:
+            pool.shutdown(cancel_futures=failed)
 
 
 class _Known(dict[bytes, bytes]):
     """Serialized kernels by their hashes, where JAX enters each that it lowers."""
 
-    def __init__(
-        self,
-        known: dict[bytes, bytes],
-        pool: concurrent.futures.Executor,
-        device: Any,
-    ) -> None:
+    def __init__(self, known: dict[bytes, bytes], device: Any) -> None:
         super().__init__(known)
-        self._pool, self._device = pool, device
+        self.pool = concurrent.futures.ThreadPoolExecutor()
+        self._device = device
 
     def __setitem__(self, key: bytes, module: bytes) -> None:
         super().__setitem__(key, module)
-        self._pool.submit(compile_kernel, key, module, self._device)
+        # Without threads, or when the last context is left, nothing is ahead.
+        with contextlib.suppress(RuntimeError):
+            self.pool.submit(compile_kernel, key, module, self._device)
+
+
+AHEAD = "jit_compiled_ahead"
+"""How the names of its programs begin, also in JAX's cache of compiled programs."""
 
 
 def compile_kernel(key: bytes, module: bytes, device: Any) -> None:
@@ -68,10 +90,10 @@ def compile_kernel(key: bytes, module: bytes, device: Any) -> None:
         device: the GPU that it is for.
     """
 
-    def kernel() -> jax.Array:
+    def compiled_ahead() -> jax.Array:
         return _kernel.bind(key=key, module=module)
 
-    fn = jax.jit(kernel, out_shardings=SingleDeviceSharding(device))
+    fn = jax.jit(compiled_ahead, out_shardings=SingleDeviceSharding(device))
     fn.trace().lower(lowering_platforms=("cuda",)).compile()
 
 

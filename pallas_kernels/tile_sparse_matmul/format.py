@@ -303,12 +303,24 @@ class TileSparse:
         """
         if self.columns is None:
             return packed
-        if (places := self.places) is None:
-            places = jnp.full((self.shape[1],), self.packed_columns, jnp.int32)
-            places = places.at[self.columns].set(
-                jnp.arange(self.packed_columns, dtype=jnp.int32), mode="drop"
-            )
+        places: Any = self.places_of_columns()
         return jnp.take(packed, places, axis=axis, mode="fill", fill_value=0)
+
+    def places_of_columns(self) -> Int[Any, " N"] | None:
+        """The packed column of each of the N, C of a pruned one; None: all in order.
+
+        On the host if `columns` are known.
+        """
+        if self.columns is None or self.places is not None:
+            return self.places
+        n, packed = self.shape[1], self.packed_columns
+        if (columns := concrete(self.columns)) is not None:
+            places = np.full(n + 1, packed, np.int32)
+            places[columns] = np.arange(packed)  # n stands for none
+            return places[:n]
+        places = jnp.full((n,), packed, jnp.int32)
+        numbers = jnp.arange(packed, dtype=jnp.int32)
+        return places.at[self.columns].set(numbers, mode="drop")
 
     def with_values(self, values: Float[Array, "*layers T P G"]) -> "TileSparse":
         """The same pattern with other values, which are not validated.

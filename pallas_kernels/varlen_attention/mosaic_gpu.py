@@ -225,6 +225,19 @@ class _Kernels:
                 "varlen_attention: 8-bit operands take no relative bias and "
                 f"consumers=2 or 3, got consumers={blocks.consumers}; use bfloat16"
             )
+        takes_80 = (
+            not problem.fp8
+            and blocks.consumers > 1
+            and problem.page is None
+            and problem.value_size in (128, 256)
+        )
+        if blocks.block_k == 80 and not takes_80:
+            raise Unsupported(
+                "varlen_attention: block_k=80 takes values of 128 or 256 columns in 16 "
+                "bits, consumers=2 or more and no pages, got "
+                f"{problem.value_size} columns of {problem.dtype}, consumers="
+                f"{blocks.consumers} and page={problem.page}; expected 64 or 128"
+            )
         if blocks.consumers == 1 and (self.scores.relative or problem.max_seqs > most):
             raise Unsupported(
                 "varlen_attention: consumers=1 takes no relative bias and at most "

@@ -185,7 +185,7 @@ def test_the_kernel_adds_over_devices(monkeypatch):
     with jax.set_mesh(mesh):
         model.decode_layer = None
         want = jax.jit(run)(model)
-        model.decode_layer = "auto"
+        model.decode_layer = "mosaic_gpu"
         with interpret_mosaic_gpu(concurrent_blocks=True) as found:
             run_here = jax.jit(
                 lambda model: run(model, sums_of(3, SMALL).begin()),
@@ -215,6 +215,17 @@ def test_devices_take_the_kernel_where_they_have_a_workspace():
         assert not model.adds_in_layers(32, sums_of(32, H200).begin)
 
 
+@pytest.mark.parametrize(("devices", "name"), [(2, "nvidia_h100"), (4, "nvidia_h200")])
+def test_devices_that_were_not_timed_take_the_kernel_only_by_name(devices, name):
+    device = dataclasses.replace(H200, name=name)
+    changes = SPLIT | {"num_heads": 8, "num_kv_heads": 4}
+    model, mesh = on_devices(devices, jnp.bfloat16, **changes)
+    with jax.set_mesh(mesh), use_device(device):
+        assert not model.adds_in_layers(8, sums_of(8, device).begin)
+        model.decode_layer = "mosaic_gpu"
+        assert model.adds_in_layers(8, sums_of(8, device).begin)
+
+
 def test_more_rows_or_tokens_run_as_blocks():
     model = make(jnp.bfloat16, **WIDE)
     with use_device(H200):
@@ -224,14 +235,14 @@ def test_more_rows_or_tokens_run_as_blocks():
         assert not chosen(model, 2, queries=3)
 
 
-def pruned(model):
+def pruned(model, tile=128):
     """Three quarters of the rows of each tile left out, all columns kept."""
 
     def convert(_, layer):
         k, n = layer.kernel.shape
-        scores = jax.random.uniform(jax.random.key(k + n), (k, n // 128))
-        mask = jnp.repeat(scores < jnp.quantile(scores, 0.25), 128, axis=1)
-        weight = TileSparse.from_dense(layer.kernel[...], mask, tile=128)
+        scores = jax.random.uniform(jax.random.key(k + n), (k, n // tile))
+        mask = jnp.repeat(scores < jnp.quantile(scores, 0.25), tile, axis=1)
+        weight = TileSparse.from_dense(layer.kernel[...], mask, tile=tile)
         return TileSparseLinear(
             TileSparse.stack([weight]),
             split=None,
@@ -275,6 +286,7 @@ def test_tile_sparse_weights_take_the_kernel_if_all_are():
         assert decode_layers.faster(model.blocks, 1) is None  # not timed
         model.blocks[1] = make(jnp.bfloat16, **WIDE).blocks[1]
         assert not chosen(model)
+        assert not chosen(pruned(apart(jnp.bfloat16), tile=64))
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """Kernels that are compiled before the programs that call them."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -50,6 +52,31 @@ def test_an_error_ends_it():
     with pytest.raises(KeyError), compile_ahead(jax.devices()[0]):
         raise KeyError
     assert core.KNOWN_KERNELS is known
+
+
+def test_contexts_may_overlap(monkeypatch):
+    compiled, known = [], core.KNOWN_KERNELS
+    monkeypatch.setattr(
+        kernels_ahead, "compile_kernel", lambda *args: compiled.append(args)
+    )
+    first, second = (compile_ahead(jax.devices()[0]) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    lower(9.25)
+    second.__exit__(None, None, None)
+    assert len(compiled) == 1
+    assert core.KNOWN_KERNELS is known
+    lower(9.5)
+
+
+def test_threads_that_do_not_start_leave_the_program_as_it_is(monkeypatch):
+    def submit(*args):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    with compile_ahead(jax.devices()[0]):
+        lower(9.75)
 
 
 def compiled_before(devices):

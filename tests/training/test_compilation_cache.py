@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxscale.training.compilation_cache import programs_in
+from pallas_kernels.mosaic.kernels_ahead import AHEAD
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,18 @@ def test_programs_are_kept_and_found(tmp_path):
     assert entries(folder) == first
     assert written == {path: path.stat().st_mtime_ns for path in written}
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_kernels_compiled_ahead_are_no_programs_of_the_run(tmp_path):
+    folder = tmp_path / "programs"
+    with programs_in(folder) as cached:
+        assert not cached
+        (folder / f"{AHEAD}-0123-cache").touch()
+    with programs_in(folder) as cached:
+        assert not cached
+        run(7)
+    with programs_in(folder) as cached:
+        assert cached
 
 
 def test_a_folder_that_others_write_to_is_refused(tmp_path):

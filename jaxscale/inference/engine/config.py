@@ -64,7 +64,8 @@ class EngineConfig(SchedulerSettings):
     there are none."""
     all_reduce: Literal["xla", "low_latency"] | None = None
     """All-reduce of decode over the tensor-parallel devices: XLA's, the kernel
-    ``low_latency``, or None, whichever gave faster steps."""
+    ``low_latency``, or None: the kernel where it gave faster steps, and where layers of
+    one launch add in its workspace."""
     program_cache: str | None = None
     """Directory that caches compiled programs for the next start; None compiles them
     each time."""

@@ -124,7 +124,8 @@ class Runner:
             kv_scales: [L, 2, K], fp32, scales of keys and values: the KV cache is then
                 fp8 (E4M3). None keeps it in the type of the computation.
             all_reduce: All-reduce of a decode step: ``"xla"``, our ``"low_latency"``
-                kernel, or None for whichever was measured to be faster.
+                kernel, or None: ours where steps were measured to be faster with it,
+                and where layers of one launch add in its workspace.
             mixed: T and B of the programs that do both.
 
         Raises:

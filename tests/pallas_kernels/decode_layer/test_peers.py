@@ -191,8 +191,8 @@ def sums_in_one_kernel(parts):
     )(parts, cells)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_two_sets_of_cells_are_enough_where_devices_drift_apart(devices):
+def test_two_sets_of_cells_are_enough_where_devices_drift_apart():
+    devices = 4  # the sums of two cannot drift so far
     parts = jax.random.normal(jax.random.key(0), (devices, 8, 2, 64, 16))
     run = over_devices(lambda x: sums_in_one_kernel(x[0])[None], devices)
     rounded = np.asarray(parts.astype(BF16).astype(jnp.float32))

@@ -2,14 +2,21 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_layer import declines, decode_layer, share
+from pallas_kernels.decode_layer import (
+    DecodeLayerConfig,
+    declines,
+    decode_layer,
+    share,
+)
 from pallas_kernels.decode_layer.api import _arrays
 from pallas_kernels.decode_layer.config import Kept
 from pallas_kernels.decode_layer.shares import Shares, make_plan
+from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
 from pallas_kernels.tile_sparse_matmul import TileSparse
 from tests.interpreter import register_inline
@@ -49,8 +56,6 @@ register_inline("gather_kept", gather_kept)
 register_inline("gather_kept_features", gather_kept_features)
 register_inline("store_two_tiles", store_two_tiles, writes=(0,))
 
-WEIGHTS = ("out", "gate_up", "down", "qkv")
-
 
 THREADS = np.arange(128)
 FEATURES = THREADS // 32 * 16 + THREADS % 32 // 4
@@ -80,26 +85,6 @@ def add_sparse_parts(parts, places, eight, closure):
 
 register_inline("load_part_places", load_part_places)
 register_inline("add_sparse_parts", add_sparse_parts)
-
-WEIGHTS = ("out", "gate_up", "down", "qkv")
-
-
-def add_parts(parts, plan, first, eight, closure):
-    _, _, _, lines, _ = parts.shape
-    table = plan[int(first) : int(first) + 128].reshape(64, 2)
-    eights = closure["eights"]
-    found = np.zeros(closure["shape"], np.float32)
-    for feature, (where, count) in enumerate(table):
-        group, line = divmod(int(where), lines)
-        for part in range(count):
-            slot, j = divmod(group + 4 * part, 2)
-            begin = int(eight)
-            numbers = parts[slot, j, begin : begin + eights, line]  # [M/8, 8]
-            found[feature] += numbers.reshape(-1)
-    return found
-
-
-register_inline("add_parts", add_parts)
 
 WEIGHTS = ("out", "gate_up", "down", "qkv")
 
@@ -230,7 +215,10 @@ def test_blocks_share_all_steps_equally(workers, tiles, most, columns):
         places[chosen] = np.arange(tiles * 128)
         places = jnp.asarray(places)
     shares = Shares(tiles, n, workers)
-    plan = np.asarray(make_plan(jnp.asarray(counts), places, shares))
+    plan = make_plan(jnp.asarray(counts), places, shares)
+    assert isinstance(plan, np.ndarray)  # made without a program
+    traced = jax.jit(lambda *given: make_plan(*given, shares))(counts, places)
+    np.testing.assert_array_equal(traced, plan)
     assert plan.size == shares.size
     of_worker = plan[: shares.of_pair].reshape(-1, 8)
     of_pair = plan[shares.of_pair : shares.of_feature].reshape(-1, 4)
@@ -276,6 +264,10 @@ def test_errors_say_what_to_do():
         decode_layer(attended, residual, thin, projection, eps=EPS)
     with use_device(H200):
         assert declines(attended, residual, layer, projection) is None
+    with use_device(H200), pytest.raises(Unsupported, match="tile_k=128 with tile-sp"):
+        config = DecodeLayerConfig(tile_k=128)
+        options = {"eps": EPS, "implementation": "mosaic_gpu", "config": config}
+        decode_layer(attended, residual, layer, projection, **options)
     with use_device(dataclasses.replace(H200, num_sms=114)):
         reason = declines(attended, residual, layer, projection)
     assert "shared by 132 blocks" in str(reason)

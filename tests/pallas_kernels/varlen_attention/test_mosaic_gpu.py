@@ -770,6 +770,8 @@ def test_lowers_inside_shard_map_over_heads_and_data():
         ({"head_dim": 320}, "takes at most 256"),
         ({"config": object()}, "takes a MosaicGpuConfig"),
         ({"blocks": ForwardBlocks(stages=8)}, "bytes of shared memory"),
+        ({"blocks": ForwardBlocks(block_k=80), "head_dim": 64}, "block_k=80 takes val"),
+        ({"blocks": ForwardBlocks(block_k=80, consumers=1)}, "got 128 columns of bflo"),
     ],
 )
 def test_what_the_kernel_cannot_do_names_a_way_out(change, message):
