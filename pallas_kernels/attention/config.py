@@ -21,8 +21,9 @@ pass and head dim.
 
 From benchmarks/results/nvidia_h200/varlen_attention.json, the pattern ``constant``
 against cudnn_padded: the chosen cases take 0.81 to 1.01 of cuDNN's time. Shorter
-sequences take up to 1.16 (4,096 without a mask and head dim 128: 1.015), head dim 256
-from 0.96 to 1.10 in no order. Most of these measurements include kernels that made a
+sequences take up to 1.13 (4,096 without a mask and head dim 128: 1.00; 512 with head
+dim 64, forward: 0.97), head dim 256 from 0.93 to 1.10, where longer rows than 4,096 are
+of the kernel before. Most of these measurements include kernels that made a
 table of the sequences, a few microseconds each, which unpacked calls no longer have.
 Other head dims are padded to the next of these; with a window nothing was measured, and
 the rule is the same."""

@@ -335,7 +335,8 @@ def test_the_rule_is_what_was_measured():
             ratios[taken].append(ours / found["cudnn_padded"])
     assert len(ratios[True]) >= 47 and len(ratios[False]) >= 33
     assert max(ratios[True]) < 1.01 and np.mean(ratios[True]) < 0.94
-    assert np.mean(ratios[False]) > 1.03
+    # Heads of 256 were measured anew with 80 keys a step up to 4,096 tokens alone.
+    assert np.mean(ratios[False]) > 1.02
 
 
 @pytest.mark.parametrize(("remat", "forward"), [("attention", 1), ("full", 2)])
