@@ -1,6 +1,7 @@
 """Attention without packing as a problem, and which kernel should be faster."""
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,23 +11,23 @@ from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.varlen_attention.segments import Window
 
 
-_LEAST_TOKENS: Mapping[tuple[str, int], tuple[int, int]] = {
-    ("fwd", 64): (1024, 2048),
-    ("fwd", 128): (8192, 2048),
-    ("fwd_bwd", 64): (1024, 1024),
-    ("fwd_bwd", 128): (1024, 1024),
+_TOKENS: Mapping[tuple[str, int], tuple[range, range]] = {
+    ("fwd", 64): (range(512, sys.maxsize), range(2048, sys.maxsize)),
+    ("fwd", 128): (range(4096, sys.maxsize), range(2048, sys.maxsize)),
+    ("fwd", 256): (range(4096, 4097), range(2048, 4097)),
+    ("fwd_bwd", 64): (range(1024, sys.maxsize), range(1024, sys.maxsize)),
+    ("fwd_bwd", 128): (range(1024, sys.maxsize), range(1024, sys.maxsize)),
 }
-"""Sequence length from which our kernel is used, without and with a causal mask, by
+"""Sequence lengths with which our kernel is used, without and with a causal mask, by
 pass and head dim.
 
 From benchmarks/results/nvidia_h200/varlen_attention.json, the pattern ``constant``
 against cudnn_padded: the chosen cases take 0.81 to 1.01 of cuDNN's time. Shorter
-sequences take up to 1.13 (4,096 without a mask and head dim 128: 1.00; 512 with head
-dim 64, forward: 0.97), head dim 256 from 0.93 to 1.10, where longer rows than 4,096 are
-of the kernel before. Most of these measurements include kernels that made a
-table of the sequences, a few microseconds each, which unpacked calls no longer have.
-Other head dims are padded to the next of these; with a window nothing was measured, and
-the rule is the same."""
+sequences take up to 1.13; with head dim 256 gradients take from 0.96 to 1.10 in no
+order, and longer rows were measured of the kernel before alone. Many of these
+measurements include kernels that made a table of the sequences, a few microseconds
+each, which unpacked calls no longer have. Other head dims are padded to the next of
+these; with a window nothing was measured, and the rule is the same."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,15 +90,16 @@ class Problem:
         """Say why cuDNN is expected to be faster than the Hopper kernel, or None."""
         del device
         measured = "fwd_bwd" if self.gradient else "fwd", self.head_dim
-        if measured not in _LEAST_TOKENS:
+        if measured not in _TOKENS:
             return (
                 f"cuDNN is faster with heads of {self.head_dim}, the kernel with those"
-                f" of {sorted({head_dim for _, head_dim in _LEAST_TOKENS})}"
+                f" of {sorted({dim for name, dim in _TOKENS if name == measured[0]})}"
             )
-        least = _LEAST_TOKENS[measured][self.causal]
-        if self.queries < least:
+        tokens = _TOKENS[measured][self.causal]
+        if self.queries not in tokens:
+            until = "on" if tokens.stop == sys.maxsize else f"to {tokens.stop - 1}"
             return (
                 f"cuDNN is faster with rows of {self.queries} tokens, the kernel from"
-                f" {least} on"
+                f" {tokens.start} {until}"
             )
         return None

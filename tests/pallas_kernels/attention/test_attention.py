@@ -184,8 +184,13 @@ def chosen(
 def test_the_faster_kernel_is_chosen(installed, causal, gradient):
     choose: Any = functools.partial(chosen, installed, causal=causal, gradient=gradient)
     assert choose(2048, 64, H200) == choose(8192, 128, H200) == "mosaic_gpu"
-    assert choose(1023, 64, H200) == choose(4096, 256, H200) == "cudnn"
-    assert choose(4096, 128, H200) == ("mosaic_gpu" if causal or gradient else "cudnn")
+    assert choose(4096, 128, H200) == "mosaic_gpu"
+    assert choose(511, 64, H200) == choose(8192, 256, H200) == "cudnn"
+    assert choose(4096, 256, H200) == ("cudnn" if gradient else "mosaic_gpu")
+    short = "cudnn" if causal or gradient else "mosaic_gpu"
+    assert choose(512, 64, H200) == choose(1023, 64, H200) == short
+    few = "mosaic_gpu" if causal and not gradient else "cudnn"
+    assert choose(2048, 256, H200) == few and choose(2047, 256, H200) == "cudnn"
     at_1024 = {64: gradient or not causal, 128: gradient}
     for h, ours in at_1024.items():
         assert choose(1024, h, H200) == ("mosaic_gpu" if ours else "cudnn")
@@ -273,7 +278,7 @@ def test_cudnn_gets_the_window(installed):
 
 def test_cudnn_declines_where_jax_cannot_partition_it(installed):
     """In a region over some mesh axes only, as that of a pipeline."""
-    q, k, v = jax.eval_shape(lambda: operands(2, 512, 512, 4, 2, 64))
+    q, k, v = jax.eval_shape(lambda: operands(2, 256, 256, 4, 2, 64))
 
     def trace(names, implementation=None):
         attend = functools.partial(attention, implementation=implementation)
@@ -335,8 +340,7 @@ def test_the_rule_is_what_was_measured():
             ratios[taken].append(ours / found["cudnn_padded"])
     assert len(ratios[True]) >= 47 and len(ratios[False]) >= 33
     assert max(ratios[True]) < 1.01 and np.mean(ratios[True]) < 0.94
-    # Heads of 256 were measured anew with 80 keys a step up to 4,096 tokens alone.
-    assert np.mean(ratios[False]) > 1.02
+    assert np.mean(ratios[False]) > 1.03
 
 
 @pytest.mark.parametrize(("remat", "forward"), [("attention", 1), ("full", 2)])
