@@ -374,14 +374,16 @@ class EncoderModel(Pretrained, nnx.Module):
 
         Raises:
             ValueError: `cu_seqlens` that are not traced do not fit the rows, a row is
-                longer than the table of positions, or token types are given to a model
-                that has none.
+                longer than the table of positions, token types are given to a model
+                that has none, or `layers` to a row without the axis B.
 
         Traced token ids and positions outside of their tables cannot be refused: they
         turn the activations of their own sequence to NaN, and no others.
         """
         check_tokens(tokens, (1, 2))
         if tokens.ndim == 1:
+            if layers is not None or given is not None:
+                raise ValueError("some of the layers are run of rows [B,T], not of [T]")
             rows = [cu_seqlens, token_types, positions]
             bounds, types, places = (None if x is None else x[None] for x in rows)
             hidden = self.hidden(

@@ -287,5 +287,8 @@ def can_join_sparse(layers: Sequence[Any]) -> bool:
         return False
     if len(kinds) > 1 or layers[0].split is not None or layers[0].bias is not None:
         return False
-    stacked = any(la.values[...].ndim != 4 for la in layers)  # [S, T, P, G]
-    return not stacked and can_lie_side_by_side([la.weight for la in layers])
+    if any(len(la.values.get_value().shape) != 4 for la in layers):  # stacked
+        return False
+    # Shapes alone: layers may be abstract, and nothing is cast to be asked about.
+    weights = jax.eval_shape(lambda layers: [la.weight for la in layers], list(layers))
+    return can_lie_side_by_side(weights)

@@ -229,6 +229,8 @@ def test_layers_of_several_calls(name):
         x = hidden(model, TOKENS, cu_seqlens=BOUNDS, layers=layers, given=x)
         model.embed.table[...] = jnp.nan
     np.testing.assert_allclose(x[:, :14], want[:, :14], atol=1e-5)
+    with pytest.raises(ValueError, match=r"rows \[B,T\]"):
+        model.hidden(TOKENS[0], layers=range(1))
 
 
 @pytest.mark.parametrize("name", ["modernbert_tiny", *exhaustive("albert_tiny")])

@@ -136,6 +136,10 @@ def test_of_sparse_layers_gate_and_up_are_one():
     assert mlp.inputs == (mlp.joined,)
     assert relative_error(logits(served), logits(sparse)) < 1e-5
     assert served.for_inference() is served
+    shapes = jax.eval_shape(lambda model: model, sparse).for_inference()
+    assert nnx.graphdef(shapes) == nnx.graphdef(served)
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(served), strict=True)
+    assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
 
 
 def test_keys_and_values_are_one_beside_sparse_queries():
