@@ -21,7 +21,7 @@ from jaxscale.supervision import current
 
 
 ON_GPUS = os.environ.get("JAX_PLATFORMS") == "cuda"
-STEPS, SLOW, PROCESSES = (60, 1, 2) if ON_GPUS else (120, 1, 4)
+STEPS, SLOW, PROCESSES = (200, 1, 2) if ON_GPUS else (120, 1, 4)
 STOPS = {"device": (0.005, 0.005), "stopped": (0.07, 0.03)}
 
 
@@ -146,7 +146,10 @@ def main(kinds):
                 for name in ("seconds", "computing", "waiting")
             }
             shown = ", ".join(f"{k} {1e3 * v:.0f} ms" for k, v in middle.items())
-            print(f"rank {known.number}, median of a step: {shown}", flush=True)
+            print(
+                f"rank {known.number}, median of {len(profiles)} steps: {shown}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
