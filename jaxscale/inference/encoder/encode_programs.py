@@ -10,7 +10,6 @@ import functools
 import itertools
 import os
 import threading
-import time
 from collections.abc import (
     Callable,
     Iterable,
@@ -142,7 +141,7 @@ class Written(NamedTuple):
             if array.is_ready():
                 array.block_until_ready()  # raises what its program has raised
                 break
-            time.sleep(0)  # other threads go on
+            os.sched_yield()  # other threads go on; `time.sleep(0)` takes 60 us
         return view
 
 

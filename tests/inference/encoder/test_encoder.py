@@ -412,17 +412,22 @@ class Fake:
         self.view, self.values, self.looks, self.broken = view, values, looks, broken
 
     def is_ready(self):
+        return self.looks < -3
+
+    def appear(self):
         self.looks -= 1
         if self.looks == 0 and self.values is not None:
             self.view[...] = self.values
-        return self.looks < -3
 
     def block_until_ready(self):
         if self.broken:
             raise RuntimeError("broken")
 
 
-def test_results_are_read_as_soon_as_they_are_in_memory():
+def test_results_are_read_as_soon_as_they_are_in_memory(monkeypatch):
+    """Looks are a yield of the processor apart. A sleep takes long, even of 0 s."""
+    monkeypatch.setattr("time.sleep", None)
+    monkeypatch.setattr("os.sched_yield", lambda: fake.appear())
     view, values = np.full((1, 4, 3), np.nan, np.float32), np.ones((1, 4, 3))
     values[0, 2:] = np.nan  # what no text has asked for
     fake = Fake(view, values, 5)
