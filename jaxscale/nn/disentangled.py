@@ -209,7 +209,11 @@ class DisentangledAttention(Attention):
             ValueError: there is no table, or the state is of another form.
             Unsupported: the implementation that was asked for cannot add the terms.
         """
-        if self.projected is None and state.relative is None:
+        if self.projected is not None:
+            tables = [table[...] for table in self.projected]
+        elif state.relative is not None:
+            tables = self.project_positions(state.relative)
+        else:
             raise ValueError(
                 "relative None: disentangled attention needs the table of relative "
                 "positions, [P, D]"
@@ -220,10 +224,6 @@ class DisentangledAttention(Attention):
             cu_seqlens = state.cu_seqlens
         else:
             cu_seqlens = cu_seqlens_of_rows(*heads[0].shape[:2])
-        if self.projected is None:
-            tables = self.project_positions(state.relative)
-        else:
-            tables = [table[...] for table in self.projected]
         table_axes = [(None, "act_heads", None)] * len(tables)
         (out,) = per_shard(
             self._attend_rows,

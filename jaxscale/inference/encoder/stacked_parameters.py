@@ -42,8 +42,8 @@ def unstacked_in_place(model: EncoderModel) -> EncoderModel:
     if result.relative is not None:
         _project_positions(result)
     layers = [dict(nnx.iter_modules(block)) for block in result.blocks]
-    stack_of_all = isinstance(model.blocks, Block)
-    whole = dict(nnx.iter_modules(model.blocks)) if stack_of_all else {}
+    blocks = model.blocks
+    whole = dict(nnx.iter_modules(blocks)) if isinstance(blocks, Block) else {}
     norms_follow = not model.config.pre_norm
     for path in layers[0]:
         kind = [block.get(path) for block in layers]
