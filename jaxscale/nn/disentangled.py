@@ -183,13 +183,13 @@ class DisentangledAttention(Attention):
             project(config.use_bias) if own and relative.position_to_content else None
         )
         self.projected: tuple[nnx.Param, ...] | None = None
-        """The projected table, once it is kept."""
+        """The projected table, once it is kept, times the scale."""
 
     def keep_projected(self, tables: Sequence[Float[Array, "P N H"]]) -> None:
         """Attend to positions projected before, for inference.
 
         Args:
-            tables: From `project_positions`.
+            tables: From `project_positions`, times the scale.
         """
         self.projected = nnx.data(tuple(nnx.Param(table) for table in tables))
         self.position_key = self.position_query = None
@@ -280,8 +280,10 @@ class DisentangledAttention(Attention):
         to_keys = tables[0] if relative.content_to_position else None
         to_queries = tables[-1] if relative.position_to_content else None
 
+        left = scale if self.projected is None else 1.0
+
         def terms(x: Array, table: Array | None) -> Array | None:
-            return None if table is None else position_terms(x, table, scale)
+            return None if table is None else position_terms(x, table, left)
 
         bias = RelativeBias(
             query_terms=terms(q, to_keys),

@@ -69,7 +69,10 @@ def _project_positions(model: EncoderModel) -> None:
 
     def project(model: EncoderModel) -> list[list[Array]]:
         table: Any = model.relative_table()
-        return [layer.project_positions(table) for layer in _disentangled(model)]
+        return [
+            [layer.scale * x for x in layer.project_positions(table)]
+            for layer in _disentangled(model)
+        ]
 
     first = jax.tree.leaves(model)[0]
     if isinstance(first, jax.ShapeDtypeStruct):
