@@ -90,20 +90,12 @@ class Batch(NamedTuple):
     """Where it waits for the next texts, once its program is done."""
 
     @classmethod
-    def of(
-        cls,
-        whole: Any,
-        size: int,
-        *,
-        types: bool,
-        pinned: Any = None,
-        free: "list[Batch] | None" = None,
-    ) -> "Batch":
+    def of(cls, whole: Any, size: int, *, types: bool) -> "Batch":
         """The parts of rows of `size` tokens, with or without token types."""
         end = 3 * size if types else 2 * size
         kinds = whole[:, 2 * size : end] if types else None
         tokens, positions = whole[:, :size], whole[:, size : 2 * size]
-        return cls(whole, tokens, positions, kinds, whole[:, end:], pinned, free)
+        return cls(whole, tokens, positions, kinds, whole[:, end:])
 
     def fill(self, row: int, texts: Sequence[EncodedText], num_types: int) -> None:
         """Write texts into an empty row, on the host.
@@ -344,7 +336,8 @@ class EncodePrograms:
         if self._buffers is None:
             return Batch.of(np.zeros(shape, np.int32), size, types=types)
         array, view = self._buffers.make(shape, np.int32)
-        return Batch.of(view, size, types=types, pinned=array, free=free)
+        batch = Batch.of(view, size, types=types)
+        return batch._replace(pinned=array, free=free)
 
     def done(self, batch: Batch, result: Written | None = None) -> None:
         """Say that the program of a batch is done, and its result read."""
