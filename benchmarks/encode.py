@@ -32,7 +32,7 @@ from jaxscale.inference.encoder.encode_plan import plan_rows
 from jaxscale.models.tokenizer import EncodedText, Tokenizer
 
 
-MODELS = ("bert_base", "distilbert_base", "deberta_v3_base")
+MODELS = ("bert_base", "albert_base", "distilbert_base", "deberta_v3_base")
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (64, 256, 512)
 GRAPHS = ("torch_compile", "torch_compile_graphs", "torch_cuda_graph")

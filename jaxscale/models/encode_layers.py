@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import GATED, Block
+from jaxscale.nn.disentangled import DisentangledAttention
 from jaxscale.nn.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -87,12 +88,19 @@ def _is_plain(block: Any) -> bool:
     layers = [*attention.inputs, attention.out, mlp.up, mlp.down]
     norms = [block.attention_norm, block.mlp_norm]
     return (
-        type(attention) is Attention
+        _projects_nothing_else(attention)
         and len(attention.inputs) == 3
         and all(isinstance(n, LayerNorm) and n.dtype == mlp.down.dtype for n in norms)
         and norms[0].eps == norms[1].eps
         and all(_stacks(layer) is not None for layer in layers)
     )
+
+
+def _projects_nothing_else(attention: Any) -> bool:
+    """Whether attention reads projections of its input, and no others."""
+    if type(attention) is DisentangledAttention:
+        return attention.projected is not None
+    return type(attention) is Attention
 
 
 def _stacks(layer: Any) -> Any:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, cast
 
+from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxscale.nn.attention import AttentionConfig
@@ -181,6 +182,17 @@ class DisentangledAttention(Attention):
         self.position_query = (
             project(config.use_bias) if own and relative.position_to_content else None
         )
+        self.projected: tuple[nnx.Param, ...] | None = None
+        """The projected table, once it is kept, times the scale."""
+
+    def keep_projected(self, tables: Sequence[Float[Array, "P N H"]]) -> None:
+        """Attend to positions projected before, for inference.
+
+        Args:
+            tables: From `project_positions`, times the scale.
+        """
+        self.projected = nnx.data(tuple(nnx.Param(table) for table in tables))
+        self.position_key = self.position_query = None
 
     def attend[State: AttentionState](
         self, heads: Sequence[Float[Array, "B T N H"]], state: State
@@ -197,8 +209,11 @@ class DisentangledAttention(Attention):
             ValueError: there is no table, or the state is of another form.
             Unsupported: the implementation that was asked for cannot add the terms.
         """
-        shared = state.relative
-        if shared is None:
+        if self.projected is not None:
+            tables = [table[...] for table in self.projected]
+        elif state.relative is not None:
+            tables = self.project_positions(state.relative)
+        else:
             raise ValueError(
                 "relative None: disentangled attention needs the table of relative "
                 "positions, [P, D]"
@@ -209,12 +224,6 @@ class DisentangledAttention(Attention):
             cu_seqlens = state.cu_seqlens
         else:
             cu_seqlens = cu_seqlens_of_rows(*heads[0].shape[:2])
-        tables = []
-        if self.relative.content_to_position:
-            tables.append(self._project_table(self.position_key or self.key, shared))
-        if self.relative.position_to_content:
-            own = self.position_query or self.query
-            tables.append(self._project_table(own, shared))
         table_axes = [(None, "act_heads", None)] * len(tables)
         (out,) = per_shard(
             self._attend_rows,
@@ -223,6 +232,18 @@ class DisentangledAttention(Attention):
             self._head_rules,
         )(*heads, cu_seqlens, *tables)
         return out, state
+
+    def project_positions(
+        self, table: Float[Array, "P D"]
+    ) -> list[Float[Array, "P N H"]]:
+        """Keys, then queries of the relative positions, those that there are."""
+        tables = []
+        if self.relative.content_to_position:
+            tables.append(self._project_table(self.position_key or self.key, table))
+        if self.relative.position_to_content:
+            own = self.position_query or self.query
+            tables.append(self._project_table(own, table))
+        return tables
 
     def _project_table(
         self, projection: Linear | TileSparseLinear, table: Float[Array, "P D"]
@@ -259,8 +280,10 @@ class DisentangledAttention(Attention):
         to_keys = tables[0] if relative.content_to_position else None
         to_queries = tables[-1] if relative.position_to_content else None
 
+        left = scale if self.projected is None else 1.0
+
         def terms(x: Array, table: Array | None) -> Array | None:
-            return None if table is None else position_terms(x, table, scale)
+            return None if table is None else position_terms(x, table, left)
 
         bias = RelativeBias(
             query_terms=terms(q, to_keys),

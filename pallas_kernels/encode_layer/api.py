@@ -62,9 +62,9 @@ def encode_layer(
 
     On Hopper GPUs few tokens take one launch, "mosaic_gpu", whose blocks wait for each
     other and read the weights of a matmul while they compute the one before. "dense" is
-    four launches of `pallas_kernels.matmul.dense`. By default one launch computes
-    layers of D 768 in bfloat16, with which it was timed on an H200, and four all
-    others. Not differentiable.
+    four launches of `pallas_kernels.matmul.dense`. By default one launch computes up to
+    512 tokens of D 768 in bfloat16, which was timed on an H200, and four all else. Not
+    differentiable.
 
     Args:
         attended: ``[*B,M,A]``, the output of attention; leading axes are merged with M.

@@ -210,8 +210,10 @@ def position_terms(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _terms(x: Array, positions: Array, scale: float) -> Array:
-    wide = _product("...nh,pnh->...np", x, positions)
-    return (scale * wide).astype(x.dtype)
+    letters = "...nh,pnh->...np"
+    if scale == 1:  # a matmul rounds its fp32 sums itself
+        return jnp.einsum(letters, x, positions)
+    return (scale * _product(letters, x, positions)).astype(x.dtype)
 
 
 def _terms_forward(

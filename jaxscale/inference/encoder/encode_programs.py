@@ -3,6 +3,7 @@
 Legend: B packed rows, T tokens per row, S sequences per row, D model, C labels.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -10,7 +11,6 @@ import functools
 import itertools
 import os
 import threading
-import time
 from collections.abc import (
     Callable,
     Iterable,
@@ -66,6 +66,11 @@ class ProgramShape(NamedTuple):
     """Capacity of a row, in texts."""
 
 
+@functools.lru_cache
+def _counted(size: int) -> np.ndarray:
+    return np.arange(size, dtype=np.int32)
+
+
 class Batch(NamedTuple):
     """A batch of rows in a single array, so that it takes one transfer."""
 
@@ -79,18 +84,18 @@ class Batch(NamedTuple):
     """Part of it [rows, size]; None where the model has no types."""
     bounds: Any
     """Part of it [rows, room + 1]."""
-    pinned: PinnedBuffer | None = None
-    """The memory of it, where programs read it; None on a mesh."""
+    pinned: Any = None
+    """The same memory, where programs read it; None on a mesh."""
+    free: "list[Batch] | None" = None
+    """Where it waits for the next texts, once its program is done."""
 
     @classmethod
-    def of(
-        cls, whole: Any, size: int, *, types: bool, pinned: PinnedBuffer | None = None
-    ) -> "Batch":
+    def of(cls, whole: Any, size: int, *, types: bool) -> "Batch":
         """The parts of rows of `size` tokens, with or without token types."""
         end = 3 * size if types else 2 * size
         kinds = whole[:, 2 * size : end] if types else None
         tokens, positions = whole[:, :size], whole[:, size : 2 * size]
-        return cls(whole, tokens, positions, kinds, whole[:, end:], pinned)
+        return cls(whole, tokens, positions, kinds, whole[:, end:])
 
     def fill(self, row: int, texts: Sequence[EncodedText], num_types: int) -> None:
         """Write texts into an empty row, on the host.
@@ -106,9 +111,9 @@ class Batch(NamedTuple):
         bounds[1 : len(ends) + 1] = ends
         bounds[len(ends) + 1 :] = end = ends[-1]
         np.concatenate(arrays, out=self.tokens[row, :end])
-        starts = np.repeat(bounds[: len(ends)], lengths)
-        places = self.positions[row, :end]
-        np.subtract(np.arange(end, dtype=np.int32), starts, out=places)
+        starts = bounds[: len(ends)].repeat(lengths)
+        counted = _counted(self.tokens.shape[1])[:end]
+        np.subtract(counted, starts, out=self.positions[row, :end])
         if self.types is not None and any(text.has_types for text in texts):
             types = [np.array(text.types, np.int32) for text in texts]
             np.concatenate(types, out=self.types[row, :end])
@@ -142,7 +147,7 @@ class Written(NamedTuple):
             if array.is_ready():
                 array.block_until_ready()  # raises what its program has raised
                 break
-            time.sleep(0)  # other threads go on
+            os.sched_yield()  # other threads go on; `time.sleep(0)` takes 60 us
         return view
 
 
@@ -183,7 +188,8 @@ class Launched:
         """Write the vectors of pooled texts to [texts, D], once they are there."""
         values = self.result.read([len(row) for row in self.rows])
         for row, value in zip(self.rows, values, strict=False):
-            vectors[list(row)] = value[: len(row)]
+            places = row[0] if len(row) == 1 else list(row)
+            vectors[places] = value[: len(row)]
         self._release()
 
     def _release(self) -> None:
@@ -238,6 +244,7 @@ class EncodePrograms:
         self._leaves = tuple(leaves) if stacked is None else stacked.arrays
         host = _pinned(self._leaves) if mesh is None else None
         self._buffers = None if host is None else PinnedBuffers(host)
+        self._batches = collections.defaultdict[Any, list[Batch]](list)
         self._in_place = host is not None and self._writes_result_once(host)
         pinned = self._buffers is not None
         on_leaves = functools.partial(_on_leaves, tree, stacked, types > 1)
@@ -271,7 +278,7 @@ class EncodePrograms:
             self.begin([shape])[0].result()
             self._ready.add(shape)
         if batch.pinned is not None:
-            whole = batch.pinned.array
+            whole = batch.pinned
         elif self._place is not None:
             whole = jax.device_put(batch.whole, self._place)
         else:  # the program takes it from the host, which is the fastest way
@@ -299,7 +306,7 @@ class EncodePrograms:
         width = self._vectors.get(shape.method)
         if width is None or self._buffers is None:
             return None
-        return self._buffers.take((self._rows, shape.room, width), np.float32)
+        return self._buffers.take((self._rows, shape.room, width))
 
     def _jit(
         self, function: Callable[..., Any], place: Any = None, *, donates: bool = False
@@ -316,17 +323,28 @@ class EncodePrograms:
 
     def batch(self, size: int, room: int) -> Batch:
         """Rows without texts, on the host."""
-        shape = self._rows, self._width(size, room)
-        buffer = None if self._buffers is None else self._buffers.take(shape)
-        whole = np.zeros(shape, np.int32) if buffer is None else buffer.view
-        return Batch.of(whole, size, types=self._types > 1, pinned=buffer)
+        free = self._batches[size, room]
+        try:
+            batch = free.pop()  # one thread gets it
+        except IndexError:
+            return self._new_batch(size, room, free)
+        batch.whole.fill(0)
+        return batch
+
+    def _new_batch(self, size: int, room: int, free: list[Batch]) -> Batch:
+        shape, types = (self._rows, self._width(size, room)), self._types > 1
+        if self._buffers is None:
+            return Batch.of(np.zeros(shape, np.int32), size, types=types)
+        array, view = self._buffers.make(shape, np.int32)
+        batch = Batch.of(view, size, types=types)
+        return batch._replace(pinned=array, free=free)
 
     def done(self, batch: Batch, result: Written | None = None) -> None:
         """Say that the program of a batch is done, and its result read."""
-        written = None if result is None else result.buffer
-        for buffer in (batch.pinned, written):
-            if self._buffers is not None and buffer is not None:
-                self._buffers.give_back(buffer)
+        if batch.free is not None:
+            batch.free.append(batch)
+        if result is not None and result.buffer is not None and self._buffers:
+            self._buffers.give_back(result.buffer)
 
     def _width(self, size: int, room: int) -> int:
         return size * (3 if self._types > 1 else 2) + room + 1
@@ -401,7 +419,7 @@ class EncodePrograms:
                         batch.whole.shape, jnp.int32, sharding=self._place
                     )
                     if batch.pinned is not None:  # no shape tells where it lies
-                        whole = batch.pinned.array
+                        whole = batch.pinned
                     lowered, given = [], None
                     for jitted in self._earlier:
                         arguments = self._leaves, whole, shape.size, given, None

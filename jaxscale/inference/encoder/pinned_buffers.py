@@ -27,7 +27,7 @@ class PinnedBuffer(NamedTuple):
 
 
 class PinnedBuffers:
-    """Buffers that are written again once their program is done.
+    """Memory for batches and results, that of results used again.
 
     An array of numpy is copied at each call: to memory that is allocated for it, by
     another thread, and the program waits for that.
@@ -36,13 +36,13 @@ class PinnedBuffers:
         >>> device = jax.devices()[0]
         >>> where = SingleDeviceSharding(device, memory_kind="pinned_host")
         >>> buffers = PinnedBuffers(where)
-        >>> buffer = buffers.take((1, 3))
+        >>> buffer = buffers.make((1, 3), np.int32)
         >>> buffer.view[0] = 4, 5, 6
         >>> print(jax.jit(lambda x: x, out_shardings=where)(buffer.array))
         [[4 5 6]]
-        >>> buffers.give_back(buffer)
+        >>> buffers.give_back(buffers.take((1, 3)))
         >>> buffers.take((1, 3)).view
-        array([[0, 0, 0]], dtype=int32)
+        array([[nan, nan, nan]], dtype=float32)
     """
 
     def __init__(self, where: SingleDeviceSharding) -> None:
@@ -54,25 +54,26 @@ class PinnedBuffers:
         self.where = where
         self._free = collections.defaultdict[Any, list[PinnedBuffer]](list)
 
-    def take(self, shape: tuple[int, ...], dtype: type = np.int32) -> PinnedBuffer:
-        """A buffer that nothing else uses, with zeros; NaN if it is of fp32.
+    def make(self, shape: tuple[int, ...], dtype: type) -> PinnedBuffer:
+        """New memory with zeros."""
+        return PinnedBuffer.of(jax.device_put(np.zeros(shape, dtype), self.where))
 
-        Of a result, which is fp32, a part may have been read while others were still
-        copied. Such a copy must have ended: it would pass for that of the next program.
+    def take(self, shape: tuple[int, ...]) -> PinnedBuffer:
+        """Memory for a result that nothing else uses, fp32, with NaN.
+
+        A part of its last result may have been read while others were still copied.
+        Such a copy must have ended: it would pass for that of the next program.
         """
         try:
-            buffer = self._free[shape, np.dtype(dtype)].pop()  # one thread gets it
+            buffer = self._free[shape].pop()  # one thread gets it
         except IndexError:
-            buffer = self._allocate(shape, dtype)
+            buffer = self.make(shape, np.float32)
         array: Any = buffer.array
         if not array.is_ready() and np.isnan(buffer.view).any():
             array.block_until_ready()
-        buffer.view.fill(np.nan if buffer.view.dtype == np.float32 else 0)
+        buffer.view.fill(np.nan)
         return buffer
 
     def give_back(self, buffer: PinnedBuffer) -> None:
-        """Say that the program that reads or writes a buffer is done."""
-        self._free[buffer.view.shape, buffer.view.dtype].append(buffer)
-
-    def _allocate(self, shape: tuple[int, ...], dtype: type) -> PinnedBuffer:
-        return PinnedBuffer.of(jax.device_put(np.zeros(shape, dtype), self.where))
+        """Say that the program that writes a result is done, and the result read."""
+        self._free[buffer.view.shape].append(buffer)

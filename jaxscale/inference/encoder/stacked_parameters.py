@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from jaxscale.models.encoder import EncoderModel
 from jaxscale.nn.blocks import Block
+from jaxscale.nn.disentangled import DisentangledAttention
 from jaxscale.nn.linear import ColumnParallelLinear, RowParallelLinear
 from jaxscale.nn.stacked import LayerOfStack
 from pallas_kernels.matmul.dense import reads_stacks
@@ -30,29 +31,26 @@ def unstacked_in_place(model: EncoderModel) -> EncoderModel:
     These are the kernels and biases of the projections of queries, keys, values and
     hidden features, and of those whose sum with a residual is normalized. Where the
     layers of `model` are a stack, the arrays are its own. Otherwise they are copies,
-    one kind of parameter after the other. Attention to relative positions has more
-    readers of its projections, and keeps its own arrays.
-    So do all without that kernel, in 32 bits and on other devices: XLA would copy each
-    layer out of its stack.
+    one kind of parameter after the other. Relative positions are projected once, here.
+    Without that kernel, in 32 bits and on other devices, all keep their own arrays: XLA
+    would copy each layer out of its stack.
     """
     result: Any = model.unstacked()
-    if not isinstance(result.blocks, nnx.List) or len(result.blocks) < 2:
-        return result
-    if model.config.relative is not None or not reads_stacks(model.dtype):
+    if not isinstance(result.blocks, nnx.List) or not reads_stacks(model.dtype):
         return result
     result = jax.tree.map(lambda p: p, result)  # its variables are to change
-    layers = [
-        [layer for _, layer in nnx.iter_modules(block)] for block in result.blocks
-    ]
-    whole = [None]
-    if isinstance(model.blocks, Block):
-        whole = [layer for _, layer in nnx.iter_modules(model.blocks)]
-    for kind in zip(*layers, strict=True) if len({*map(len, layers)}) == 1 else ():
-        norms_follow = not model.config.pre_norm
+    if result.relative is not None:
+        _project_positions(result)
+    layers = [dict(nnx.iter_modules(block)) for block in result.blocks]
+    blocks = model.blocks
+    whole = dict(nnx.iter_modules(blocks)) if isinstance(blocks, Block) else {}
+    norms_follow = not model.config.pre_norm
+    for path in layers[0]:
+        kind = [block.get(path) for block in layers]
         if not all(_reads_in_place(layer, norms_follow) for layer in kind):
             continue
         for name in ("kernel", "bias"):
-            given = whole[layers[0].index(kind[0])] if len(whole) > 1 else None
+            given = whole.get(path)
             variables = [getattr(layer, name) for layer in kind]
             if len({v.shape for v in variables}) > 1:
                 continue
@@ -64,6 +62,34 @@ def unstacked_in_place(model: EncoderModel) -> EncoderModel:
             for i, variable in enumerate(variables):
                 variable.set_raw_value(LayerOfStack(stack, np.int32(i)))
     return result
+
+
+def _project_positions(model: EncoderModel) -> None:
+    """Replace the table of relative positions by its projections in each layer."""
+
+    def project(model: EncoderModel) -> list[list[Array]]:
+        table: Any = model.relative_table()
+        return [
+            [layer.scale * x for x in layer.project_positions(table)]
+            for layer in _disentangled(model)
+        ]
+
+    first = jax.tree.leaves(model)[0]
+    if isinstance(first, jax.ShapeDtypeStruct):
+        tables = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=first.sharding),
+            jax.eval_shape(project, model),
+        )
+    else:
+        tables = jax.jit(project)(model)
+    for layer, projected in zip(_disentangled(model), tables, strict=True):
+        layer.keep_projected(projected)
+    model.relative = model.relative_norm = None
+
+
+def _disentangled(model: EncoderModel) -> list[DisentangledAttention]:
+    layers = [layer for _, layer in nnx.iter_modules(model)]
+    return [layer for layer in layers if isinstance(layer, DisentangledAttention)]
 
 
 def _reads_in_place(layer: Any, norms_follow: bool) -> bool:

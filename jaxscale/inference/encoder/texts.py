@@ -36,7 +36,9 @@ def check_texts(texts: Sequence[Text]) -> None:
             "texts must be a list of strings, got one string; pass [text] for one text"
         )
     # Results are in the order of the texts, so `texts` must be an ordered sequence.
-    ordered = hasattr(texts, "__getitem__") and not isinstance(texts, Mapping)
+    ordered = type(texts) is list or (
+        hasattr(texts, "__getitem__") and not isinstance(texts, Mapping)
+    )
     if not ordered:
         raise TypeError(
             f"texts must be a list of strings, got {type(texts).__name__}; pass "

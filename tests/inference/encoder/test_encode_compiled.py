@@ -19,9 +19,9 @@ from tests.tiers import exhaustive
 LAYERS = 8
 
 
-def encoding(devices, size, room, part):
+def encoding(devices, size, room, part, preset="bert_base", num_layers=LAYERS):
     where = SingleDeviceSharding(devices[0])
-    config = dataclasses.replace(encoder_preset("bert_base"), num_layers=LAYERS)
+    config = dataclasses.replace(encoder_preset(preset), num_layers=num_layers)
     types = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     model = jax.eval_shape(
         lambda: EncoderModel(config, rngs=nnx.Rngs(0), **types).unstacked()
@@ -53,7 +53,7 @@ def encoding(devices, size, room, part):
 # One, four and sixteen texts of up to 256 tokens, and 84 of 32.
 @pytest.mark.parametrize(
     ("size", "room", "launches"),
-    [(256, 32, 2), *exhaustive((688, 32, 2), (2688, 32, 5), (2688, 88, 5))],
+    [(256, 32, 2), *exhaustive((688, 32, 5), (2688, 32, 5), (2688, 88, 5))],
 )
 def test_a_layer_is_few_launches_of_one_graph(size, room, launches):
     kinds = []
@@ -75,6 +75,19 @@ def test_a_layer_is_few_launches_of_one_graph(size, room, launches):
     assert kinds.count("kCustomCall") == calls
     # Boundaries, look-ups and their norm; twice vectors, with counters.
     assert len(kinds) == calls + 5
+
+
+# Layers of ALBERT share their parameters. Those of DeBERTa have two products more, of
+# queries and keys with relative positions, which are projected before.
+@pytest.mark.parametrize(
+    ("preset", "products"),
+    [("albert_base", 0), *exhaustive(("deberta_v3_base", 2))],
+)
+def test_other_models_layers_are_as_few_launches(preset, products):
+    compiled = compile_for_h200(encoding, 256, 32, 1, preset, 2)
+    kinds = [launch.split()[0] for launch in compiled.thunks]
+    assert kinds.count("kCustomCall") == 3  # attention, the layer, the means
+    assert kinds.count("kCublasLtMatmul") == products
 
 
 def test_a_program_has_few_arguments():

@@ -412,17 +412,22 @@ class Fake:
         self.view, self.values, self.looks, self.broken = view, values, looks, broken
 
     def is_ready(self):
+        return self.looks < -3
+
+    def appear(self):
         self.looks -= 1
         if self.looks == 0 and self.values is not None:
             self.view[...] = self.values
-        return self.looks < -3
 
     def block_until_ready(self):
         if self.broken:
             raise RuntimeError("broken")
 
 
-def test_results_are_read_as_soon_as_they_are_in_memory():
+def test_results_are_read_as_soon_as_they_are_in_memory(monkeypatch):
+    """Looks are a yield of the processor apart. A sleep takes long, even of 0 s."""
+    monkeypatch.setattr("time.sleep", None)
+    monkeypatch.setattr("os.sched_yield", lambda: fake.appear())
     view, values = np.full((1, 4, 3), np.nan, np.float32), np.ones((1, 4, 3))
     values[0, 2:] = np.nan  # what no text has asked for
     fake = Fake(view, values, 5)
@@ -450,7 +455,7 @@ def test_memory_is_free_once_all_of_its_last_result_is_there():
         seen = []
         fake.block_until_ready = lambda seen=seen: seen.append(view.copy())
         buffers.give_back(PinnedBuffer(fake, view))
-        taken = buffers.take(view.shape, np.float32)
+        taken = buffers.take(view.shape)
         assert taken.view is view and np.isnan(view).all()
         # Waited for, and only then filled.
         assert len(seen) == late and all((x[:, :2] == 1).all() for x in seen)
@@ -480,12 +485,12 @@ def test_programs_read_tokens_in_memory_of_the_host():
             )
             np.testing.assert_array_equal(found, want)
     programs = pinned._programs
-    free = [len(buffers) for buffers in programs._buffers._free.values()]
+    free = [len(batches) for batches in programs._batches.values()]
     assert max(free) == 2  # of as many batches at a time
     batch = programs.batch(128, 32)
     batch.whole[:] = 7
-    assert batch.pinned.array.sharding.memory_kind == "pinned_host"
-    assert batch.pinned.array.unsafe_buffer_pointer() == batch.whole.ctypes.data
+    assert batch.pinned.sharding.memory_kind == "pinned_host"
+    assert batch.pinned.unsafe_buffer_pointer() == batch.whole.ctypes.data
     programs.done(batch)
     again = programs.batch(128, 32)
     assert again.pinned is batch.pinned and not again.whole.any()
@@ -496,8 +501,8 @@ def test_results_that_are_read_again_give_no_memory_back_twice():
     (launched,) = encoder.launch("encode", encoder.tokenize(["the cat"]), 128)
     first, again = (dict(encoder.read(launched)) for _ in range(2))
     np.testing.assert_array_equal(first[0], again[0])
-    for free in encoder._programs._buffers._free.values():
-        assert len(free) == len({buffer.view.ctypes.data for buffer in free})
+    (free,) = encoder._programs._batches.values()
+    assert len(free) == len({batch.whole.ctypes.data for batch in free})
 
 
 def test_what_failed_to_compile_is_tried_again(monkeypatch):

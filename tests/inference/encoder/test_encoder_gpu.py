@@ -1,4 +1,6 @@
-"""Tokens in pinned memory, where a GPU reads them."""
+"""Tokens in pinned memory, where a GPU reads them, and layers in stacks."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from flax import nnx
 
 from jaxscale.inference import Encoder
 from jaxscale.models import EncoderModel, Tokenizer, encoder_preset
+from tests.tolerances import RELATIVE, relative_error
 
 
 @pytest.mark.gpu
@@ -27,3 +30,20 @@ def test_each_call_reads_its_own_tokens():
         found = encoder.encode(many, token_budget=128)
         np.testing.assert_array_equal(found, want)
     assert jax.devices()[0].platform == "gpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["albert_base", "deberta_v3_base"])
+def test_vectors_are_those_of_the_blocks(preset):
+    config = dataclasses.replace(encoder_preset(preset), num_layers=3)
+    types = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    model = EncoderModel(config, scan_layers=False, rngs=nnx.Rngs(0), **types)
+    encoder = Encoder(model, Tokenizer.train(["to be"], vocab_size=256 + 1))
+    draw = np.random.default_rng(0)
+    many = [draw.integers(0, 30000, n).tolist() for n in (100, 9)]
+    found = encoder.encode(many)
+    plain = model.unstacked()
+    for ids, vector in zip(many, found, strict=True):
+        hidden = jax.jit(plain.hidden)(jnp.array([ids]))
+        want = hidden.astype(jnp.float32).mean(1)[0]
+        assert relative_error(vector, want) < 4 * RELATIVE[jnp.dtype(jnp.bfloat16)]
