@@ -168,7 +168,7 @@ def blocks(params):
 
     def sparse(module, shared):
         return TileSparseLinear(
-            jax.tree.map(lambda leaf: leaf[None], shared.weight),
+            jax.tree.map(lambda leaf: leaf[None], shared.parts[0]),
             split=None,
             kernel_axes=module.kernel_axes,
             out_axes=module.out_axes,

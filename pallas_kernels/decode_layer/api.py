@@ -25,6 +25,7 @@ from pallas_kernels.decode_layer.config import (
     Kept,
     Problem,
     padded_rows,
+    part_names,
 )
 from pallas_kernels.decode_layer.shares import SHARED_TILE, SharedTileSparse
 from pallas_kernels.dispatch import Unsupported, dispatch, no_config, no_derivative
@@ -42,8 +43,8 @@ from pallas_kernels.tuned_configs import check_config
 class LayerWeights:
     """Weights of a layer after its attention; all but the norm in one type.
 
-    A projection may be a `TileSparse` that blocks `share`; all are, or none. Weights of
-    int8 or float8_e4m3fn are turned, [features,inputs], as those of
+    A projection may be `TileSparse`, or several weights of which some are dense, that
+    blocks `share`; all are shared, or none. Weights of int8 or float8_e4m3fn are turned, [features,inputs], as those of
     `pallas_kernels.quantized_matmul`, and all have scales of their features, in fp32.
     """
 
@@ -309,34 +310,28 @@ def _arrays(operands: dict[str, Any]) -> dict[str, Array]:
         if not isinstance(value, SharedTileSparse):
             found[name] = value
             continue
-        w = value.weight
+        values = [getattr(part, "values", part) for part in value.parts]
         if name == "next_out":  # as rows of 8 KiB
-            found[name] = w.values.reshape(-1, 32 * w.tile)
-        else:
-            found |= {name: w.values, f"{name}_rows": w.rows}
-            found[f"{name}_plan"] = value.plan
+            found[name] = values[0].reshape(-1, 32 * SHARED_TILE)
+            continue
+        found |= zip(part_names(name, values), values, strict=True)
+        rows = value.rows
+        found[f"{name}_rows"] = value.parts[0].rows.ravel() if rows is None else rows
+        found[f"{name}_plan"] = value.plan
     return found
 
 
-def _kept(weights: list[Any]) -> tuple[Kept, ...]:
+def _kept(weights: list[Any]) -> tuple[tuple[Kept, ...], ...]:
     """Sizes of tile-sparse weights; () of dense ones.
 
     Raises:
-        ValueError: some are dense, or a weight is stacked or has other tiles.
+        ValueError: some are arrays, or a weight is stacked or has other tiles.
     """
-    sparse = [w.weight for w in weights if isinstance(w, SharedTileSparse)]
-    if not sparse:
-        return ()
-    if len(sparse) < len(weights):
+    sparse = [w for w in weights if isinstance(w, SharedTileSparse)]
+    if sparse and len(sparse) < len(weights):
         names = sorted({type(w).__name__ for w in weights})
-        raise ValueError(f"weights of {names}: all are tile-sparse, or none is")
-    for w in sparse:
-        if w.values.ndim != 3 or w.tile != SHARED_TILE:
-            raise ValueError(
-                f"a tile-sparse weight has values of shape {w.values.shape}, expected"
-                f" [T,P,{SHARED_TILE}]; prune with such tiles"
-            )
-    return tuple(Kept(w.tiles, w.room) for w in sparse)
+        raise ValueError(f"weights of {names}: all are shared, or none is; see share")
+    return tuple(w.kept for w in sparse)
 
 
 _WEIGHTS = ("bfloat16", *WEIGHT_DTYPES)
@@ -462,10 +457,9 @@ def _check_kernel(
     for name, w in operands.items():
         if not isinstance(w, SharedTileSparse):
             continue
-        workers = None if w.shares is None else w.shares.workers
-        if workers != device.num_sms:
+        if w.workers != device.num_sms:
             raise Unsupported(
-                f"decode_layer: {name} is shared by {workers} blocks and {device.name}"
+                f"decode_layer: {name} is shared by {w.workers} blocks and {device.name}"
                 f" has {device.num_sms} multiprocessors; call share for it"
             )
     if axis_name is not None:

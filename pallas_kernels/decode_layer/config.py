@@ -6,6 +6,7 @@ dim.
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -66,11 +67,13 @@ class DecodeLayerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """Sizes of a tile-sparse weight."""
+    """Sizes of a part of a tile-sparse weight: some of its output features."""
 
     tiles: int
     room: int
     """The most rows that a tile may keep: a multiple of 64."""
+    dense: bool = False
+    """All rows are kept, and lie as in a dense weight."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,8 +96,8 @@ class Problem:
     """Type of the weights: that, or int8 or float8_e4m3fn with scales."""
     devices: int = 1
     """Devices that have a part of the layer each; the sizes are those of a part."""
-    kept: tuple[Kept, ...] = ()
-    """Of tile-sparse weights: `out`, `gate_up`, `down` and, if any, `qkv`."""
+    kept: tuple[tuple[Kept, ...], ...] = ()
+    """The parts of tile-sparse weights: `out`, `gate_up`, `down` and, if any, `qkv`."""
 
     @property
     def weight_dtype(self) -> jnp.dtype:
@@ -138,7 +141,7 @@ class Problem:
             ),
         }
         if self.kept:
-            rooms = [kept.room for kept in self.kept]
+            rooms = [part.room for kept in self.kept for part in kept]
             reasons[f"tiles of at most {rooms} rows, expected multiples of {GROUP}"] = (
                 all(room > 0 and room % GROUP == 0 for room in rooms)
             )
@@ -157,6 +160,16 @@ def padded_rows(m: int) -> int:
         (8, 32)
     """
     return -(-m // 8) * 8
+
+
+def part_names(weight: str, parts: Sequence[Any]) -> list[str]:
+    """The operands that hold the values of a weight's parts.
+
+    Example:
+        >>> part_names("qkv", "abc"), part_names("out", ())
+        (['qkv', 'qkv_1', 'qkv_2'], ['out'])
+    """
+    return [weight, *(f"{weight}_{i}" for i in range(1, len(parts)))]
 
 
 def quotient(number: Any, by: int) -> Any:
@@ -218,9 +231,9 @@ class Stage:
     """Groups between the two of a unit; 0 where they are neighbours."""
     over_devices: int | None = None
     """Which sum over devices the sums are parts of, 0 or 1; None: they are whole."""
-    sparse_tiles: int = 0
-    """Tiles of a tile-sparse weight, which blocks share as `shares` says: `k` is the
-    most rows that one keeps, and parts of all sums go through memory. 0 of others."""
+    kept: tuple[Kept, ...] = ()
+    """The parts of a tile-sparse weight, which blocks share as `shares` says: `k` is
+    the most rows that a tile keeps, and the sums of all blocks go through memory."""
     tile_k: int = 64
     workers: int = 1
     """Blocks."""
@@ -232,6 +245,11 @@ class Stage:
         return self.k // self.tile_k
 
     @property
+    def sparse_tiles(self) -> int:
+        """Tiles of a tile-sparse weight."""
+        return sum(part.tiles for part in self.kept)
+
+    @property
     def columns(self) -> int:
         """Columns of tiles."""
         return self.n // (TILE_GROUPS * GROUP)
@@ -239,7 +257,7 @@ class Stage:
     @property
     def whole(self) -> int:
         """Columns of which every block has as many, as a whole."""
-        return 0 if self.sparse_tiles else self.columns // self.workers
+        return 0 if self.kept else self.columns // self.workers
 
     @property
     def shared(self) -> int:
@@ -316,7 +334,7 @@ class Stage:
     @property
     def direct(self) -> bool:
         """Whether all units are finished from registers."""
-        return self.split <= 1 and not self.sparse_tiles
+        return self.split <= 1 and not self.kept
 
     @property
     def parts(self) -> int:
@@ -407,7 +425,7 @@ class Schedule:
             if not p.kept:
                 return {"k": k}
             kept = p.kept[number]
-            return {"k": kept.room, "sparse_tiles": kept.tiles}
+            return {"k": max(part.room for part in kept), "kept": kept}
 
         found = [
             Stage(
@@ -476,8 +494,8 @@ class Schedule:
         Who stores a part multiplies what all have made of the parts before.
         """
         if self.problem.kept:  # places for a pair of tiles
-            pairs = max(-(-kept.tiles // 2) for kept in self.problem.kept)
-            return WARPGROUPS * (pairs + self.workers)
+            tiles = max(stage.sparse_tiles for stage in self.stages)
+            return WARPGROUPS * (-(-tiles // 2) + self.workers)
         return max(stage.shared_units * stage.parts for stage in self.stages)
 
     @property

@@ -14,7 +14,7 @@ tiles and pruned columns.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
@@ -31,8 +32,10 @@ from pallas_kernels.decode_layer.config import (
     GROUP,
     UNIT,
     WARPGROUPS,
+    Kept,
     Piece,
     Stage,
+    part_names,
     quotient,
 )
 from pallas_kernels.decode_layer.shares import Shares
@@ -97,6 +100,37 @@ class Stretch:
         skip = jnp.maximum(self.begin - before, 0)
         return skip, jnp.minimum(self.end, after) - before - skip, first, second
 
+    def copy(self, piece: SparsePiece, step: Scalar, smem: Ref, barrier: Ref) -> None:
+        """Starts the copies of a step of a piece; past the end of a tile of a part
+        that has fewer steps are zeros.
+        """
+        names, begin = part_names(self.stage.weight, self.stage.kept), 0
+        for name, part in zip(names, self.stage.kept, strict=True):
+            end, source = begin + part.tiles, self.refs[name]
+            for number, tile in enumerate(piece.tiles):
+
+                def start(
+                    tile: Scalar = tile - begin,
+                    number: int = number,
+                    source: Ref = source,
+                    dense: bool = part.dense,
+                ) -> None:
+                    rows = pl.ds(step * GROUP, GROUP)
+                    for j in range(UNIT):
+                        at = rows, pl.ds(j * GROUP, GROUP)
+                        if dense:
+                            at = rows, pl.ds((tile * UNIT + j) * GROUP, GROUP)
+                        else:
+                            at = tile, *at
+                        target = smem.at[number * UNIT + j]
+                        plgpu.copy_gmem_to_smem(source.at[at], target, barrier)
+
+                if len(names) == 1:
+                    start()
+                else:
+                    pl.when((begin <= tile) & (tile < end))(start)
+            begin = end
+
     def find_sums(self, group: Scalar) -> jax.Array:
         """Where the parts of 64 output features lie; see `load_places`."""
         first = self.shares.of_feature + group * (2 * GROUP)
@@ -106,6 +140,18 @@ class Stretch:
         """The sums of all parts for the features that `find_sums` was asked for."""
         eight, rows = quotient(row, 8), self.stage.item_rows
         return add_parts(self.refs["parts"], places, eight, rows=rows)
+
+
+def first_row(kept: Sequence[Kept], tile: Scalar) -> Scalar:
+    """Where `SharedTileSparse.rows` has the rows of a tile."""
+    found, tiles, begin = jnp.int32(0), 0, 0
+    behind = sum(part.tiles * part.room for part in kept if not part.dense)
+    for part in kept:
+        here = jnp.int32(behind) if part.dense else begin + (tile - tiles) * part.room
+        found = jnp.where(tile >= tiles, here, found)
+        tiles += part.tiles
+        begin += 0 if part.dense else part.tiles * part.room
+    return found
 
 
 class Gather:
@@ -127,13 +173,14 @@ class Gather:
         self.first = self.indices(piece, jnp.int32(0))
 
     def indices(self, piece: SparsePiece, begin: Scalar) -> tuple[jax.Array, ...]:
-        """The indices of some steps of a piece, past its end any of the room."""
-        _, room = self.kept.shape
-        at = [tile * room for tile in piece.tiles]
+        """The indices of some steps of a piece, past its end any."""
+        last = self.kept.shape[0] - GROUP
+        firsts = [first_row(self.stage.kept, tile) for tile in piece.tiles]
         found = []
         for n in range(self.steps):
-            step = jnp.minimum(piece.k(begin + n), self.stage.depth - 1) * GROUP
-            found.append(load_kept(self.kept, at[0] + step, at[1] + step))
+            step = piece.k(begin + n) * GROUP
+            at = [jnp.minimum(first + step, last) for first in firsts]
+            found.append(load_kept(self.kept, *at))
         return tuple(found)
 
     def gather(self, source: Ref, indices: jax.Array) -> jax.Array:
@@ -210,8 +257,8 @@ def load_kept(kept: Ref, first: Scalar, second: Scalar) -> jax.Array:
     """Reads which input features two tiles of a weight keep, 64 of each.
 
     Args:
-        kept: int32 [T,P] in global memory.
-        first: int32, where those of the first tile begin, counted over all.
+        kept: int32 vector in global memory.
+        first: int32, where those of the first tile begin.
         second: those of the second tile.
 
     Returns:

@@ -71,6 +71,7 @@ from pallas_kernels.decode_layer.config import (
     Problem,
     Schedule,
     Stage,
+    part_names,
     quotient,
     remainder,
 )
@@ -155,7 +156,7 @@ class _Block:
         self.stretches = {
             stage.weight: gathered.Stretch(refs, stage, self.worker)
             for stage in self.stages
-            if stage.sparse_tiles
+            if stage.kept
         }
         # One for each shared unit of each stage, each stage, and each norm.
         units, stages = schedule.first_units, len(self.stages)
@@ -176,7 +177,7 @@ class _Block:
 
         ``body(piece, carry)`` returns the carry.
         """
-        if stage.sparse_tiles:
+        if stage.kept:
             return self.stretches[stage.weight].for_each_piece(body, carry)
 
         def one(index: Scalar, carry: Any) -> Any:
@@ -233,7 +234,8 @@ class _Block:
         carry, requested = (jnp.int32(0), jnp.int32(0)), self.schedule.config.requested
         for stage in self.stages:
             weight = self.refs[stage.weight]
-            read_once(weight)  # pyright: ignore[reportCallIssue]
+            for name in part_names(stage.weight, stage.kept):
+                read_once(self.refs[name])  # pyright: ignore[reportCallIssue]
 
             def copy(
                 piece: Any,
@@ -242,6 +244,10 @@ class _Block:
                 weight: Ref = weight,
                 stage: Stage = stage,
             ) -> None:
+                if stage.kept:
+                    target = ring["smem"].at[slot], ring["full"].at[slot]
+                    self.stretches[stage.weight].copy(piece, k, *target)
+                    return
                 rows = pl.ds(k * tile_k, tile_k)
                 for number in range(WARPGROUPS):
                     unit = piece.column * WARPGROUPS + number
@@ -249,9 +255,6 @@ class _Block:
                         tile: Any = rows, pl.ds(group * GROUP, GROUP)
                         if self.problem.narrow:
                             tile = tile[::-1]
-                        elif stage.sparse_tiles:
-                            columns = pl.ds(j * GROUP, GROUP)
-                            tile = piece.tiles[number], rows, columns
                         plgpu.copy_gmem_to_smem(
                             weight.at[tile],
                             ring["smem"].at[slot, number * UNIT + j],
@@ -305,7 +308,7 @@ class _Block:
                     ring["full"].at[slot],
                 )
 
-            gather = gathered.Gather(self, stage) if stage.sparse_tiles else None
+            gather = gathered.Gather(self, stage) if stage.kept else None
             if i:
                 self.wait(self.ready[i - 1], self.stages[i - 1].finished)
                 proxy_fence()  # pyright: ignore[reportCallIssue]
@@ -341,7 +344,7 @@ class _Block:
                 if stage.norm is not None and (stage.direct or stage.whole):
                     load = functools.partial(self.load_factors, stage.norm, place)
                 sums, factors, slots = self.multiply(stage, piece, number, slots, load)
-                if stage.sparse_tiles:
+                if stage.kept:
                     part = functools.partial(self.part_of_pair, piece, number)
                     self.store_sums(part, sums)
                     return slots
@@ -360,7 +363,7 @@ class _Block:
                 return slots
 
             slots = self.for_each_piece(stage, piece, slots)
-            if stage.sparse_tiles:
+            if stage.kept:
                 self.signal(self.counter(self.of_units[i]))
             self.finish_items(i, stage, number)
 
@@ -396,9 +399,7 @@ class _Block:
                 plgpu.barrier_wait(activations["full"].at[x])
                 plgpu.barrier_wait(weights["full"].at[w])
                 tiles = [weights["smem"].at[w, number * UNIT + j] for j in range(UNIT)]
-                tokens = activations["smem"].at[
-                    (x, number) if stage.sparse_tiles else x
-                ]
+                tokens = activations["smem"].at[(x, number) if stage.kept else x]
                 self.multiply_tile(stage, accs, tiles, tokens)
                 plgpu.wgmma_wait(0)
                 if self.problem.narrow:
@@ -532,7 +533,7 @@ class _Block:
             place = _Place(groups, row, stage.item_rows)
             # What it reads besides the parts comes while it waits for them.
             epilogue = self.prepare(stage, place)
-            if stage.sparse_tiles:  # whose features may lie in any of its tiles
+            if stage.kept:  # whose features may lie in any of its tiles
                 stretch = self.stretches[stage.weight]
                 places = [stretch.find_sums(group) for group in groups]
                 self.wait(self.counter(self.of_units[i]), workers)
@@ -832,7 +833,9 @@ def decode_layer(
             `out`, `gate_up`, `down` and the scale `mlp_norm`; where `problem` projects,
             also `norm`, `qkv`, `cos`, `sin` and, if there are any, `bias` and
             `next_out`, which is read ahead. Weights of 8 bits are [features,inputs],
-            and have scales of features in fp32: `out_scale` for `out`, and so on.
+            and have scales of features in fp32: `out_scale` for `out`, and so on. The
+            parts of a tile-sparse weight are `out`, `out_1` and so on, the input
+            features that they keep `out_rows`, and its plan `out_plan`.
         problem: sizes.
         config: how to cut it.
         device: the Hopper GPU that the kernel is built for.

@@ -12,15 +12,16 @@ Axes: T tiles, C pairs of tiles, N output features, W blocks.
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy
 from jax.core import Tracer
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels.decode_layer.config import GROUP, UNIT, WARPGROUPS
+from pallas_kernels.decode_layer.config import GROUP, UNIT, WARPGROUPS, Kept
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.tile_sparse_matmul import TileSparse
 
@@ -136,51 +137,99 @@ def make_plan(
 class SharedTileSparse:
     """A tile-sparse weight, and how the blocks of a GPU share it; see `share`."""
 
-    weight: TileSparse
+    parts: tuple[TileSparse | Shaped[Array, "K _"], ...]
+    """Their output features lie one behind the other; an array is dense."""
+    rows: Int[Array, " R"] | None
+    """For the kernel, the input features that all tiles keep; None of one sparse part,
+    which has them."""
     plan: Int[Array, " size"] | None
     """For the kernel; XLA needs none."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """Input and output features."""
-        return self.weight.shape
+        return self.parts[0].shape[0], sum(part.shape[1] for part in self.parts)
 
     @property
     def dtype(self) -> jnp.dtype:
         """Type of the values."""
-        return self.weight.dtype
+        return self.parts[0].dtype
 
     @property
-    def shares(self) -> Shares | None:
-        """Where what lies in the plan, if there is one."""
+    def kept(self) -> tuple[Kept, ...]:
+        """Sizes of the parts.
+
+        Raises:
+            ValueError: one is stacked or has other tiles than the kernel.
+        """
+        return tuple(map(_sizes, self.parts))
+
+    @property
+    def workers(self) -> int | None:
+        """The blocks that share it, if there is a plan."""
         if self.plan is None:
             return None
-        w = self.weight
-        sizes = Shares(w.tiles, w.shape[1], 0)
-        return dataclasses.replace(sizes, workers=(self.plan.size - sizes.size) // 8)
+        tiles = sum(part.tiles for part in self.kept)
+        return (self.plan.size - Shares(tiles, self.shape[1], 0).size) // 8
 
 
-def plan_shares(weight: TileSparse, device: DeviceSpec) -> Int[Any, " size"]:
-    """The plan of `share`: a NumPy array, unless the weight is traced.
+def _sizes(part: Any) -> Kept:
+    if not isinstance(part, TileSparse):
+        k, n = part.shape
+        return Kept(n // SHARED_TILE, k, dense=True)
+    if len(part.values.shape) != 3 or part.tile != SHARED_TILE:
+        raise ValueError(
+            f"a tile-sparse weight has values of shape {part.values.shape}, expected"
+            f" [T,P,{SHARED_TILE}]; prune with such tiles"
+        )
+    return Kept(part.tiles, part.room)
+
+
+def plan_shares(
+    parts: Sequence[Any], device: DeviceSpec
+) -> tuple[Int[Any, " R"] | None, Int[Any, " size"]]:
+    """The rows and the plan of `share`: NumPy arrays, unless a weight is traced.
 
     Args:
-        weight: tiles of 128 columns, of which the values are not read.
+        parts: as there, of which the values are not read.
         device: the GPU.
     """
-    places = weight.places_of_columns()
-    if places is not None:  # the last tile may not be whole
-        np: Any = jnp if isinstance(places, Tracer) else numpy
-        beyond = weight.tiles * weight.tile
-        places = np.where(places < weight.packed_columns, places, beyond)
-    shares = Shares(weight.tiles, weight.shape[1], device.num_sms)
-    return make_plan(weight.counts, places, shares)
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(list(parts)))
+    np: Any = jnp if traced else numpy
+    counts, places, rows = [], [], []
+    tiles = sum(_sizes(part).tiles for part in parts)
+    for part in parts:
+        size, n = _sizes(part), part.shape[1]
+        found = None
+        if size.dense:
+            counts.append(np.full(size.tiles, size.room, np.int32))
+        else:
+            counts.append(part.counts)
+            rows.append(part.rows.ravel())
+            found = part.places_of_columns()
+        if found is None:
+            found = np.arange(n, dtype=np.int32)
+        else:  # the last tile may not be whole
+            found = np.where(found < part.packed_columns, found, tiles * SHARED_TILE)
+        begin = SHARED_TILE * (sum(map(len, counts)) - size.tiles)
+        places.append(np.minimum(found + begin, tiles * SHARED_TILE))
+    dense = [size.room for size in map(_sizes, parts) if size.dense]
+    if dense:
+        rows.append(np.arange(dense[0], dtype=np.int32))
+    shares = Shares(tiles, sum(map(len, places)), device.num_sms)
+    plan = make_plan(np.concatenate(counts), np.concatenate(places), shares)
+    return np.concatenate(rows) if dense or len(parts) > 1 else None, plan
 
 
-def share(weight: TileSparse, device: DeviceSpec) -> SharedTileSparse:
+def share(
+    weight: TileSparse | Sequence[TileSparse | Shaped[Array, "K _"]],
+    device: DeviceSpec,
+) -> SharedTileSparse:
     """Plans how the blocks of a GPU share a weight, once for all calls.
 
     Args:
-        weight: tiles of 128 columns.
+        weight: tiles of 128 columns; or several such weights of the same input features
+            whose output features lie one behind the other, of which some may be dense.
         device: the GPU.
 
     Example:
@@ -188,8 +237,9 @@ def share(weight: TileSparse, device: DeviceSpec) -> SharedTileSparse:
         >>> from pallas_kernels.mosaic import H200
         >>> kept = jnp.ones((256, 256), bool)
         >>> w = TileSparse.from_dense(jnp.ones((256, 256)), kept, tile=128)
-        >>> share(w, H200).shares
-        Shares(tiles=2, n=256, workers=132)
+        >>> share(w, H200).workers, share([w, jnp.ones((256, 128))], H200).shape
+        (132, (256, 384))
     """
-    plan = jnp.asarray(plan_shares(weight, device))
-    return SharedTileSparse(weight=weight, plan=plan)
+    parts = (weight,) if isinstance(weight, TileSparse) else tuple(weight)
+    rows, plan = jax.tree.map(jnp.asarray, plan_shares(parts, device))
+    return SharedTileSparse(parts=parts, rows=rows, plan=plan)

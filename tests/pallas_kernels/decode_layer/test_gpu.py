@@ -14,7 +14,7 @@ import pytest
 from benchmarks.decode_layer import tile_sparse
 from pallas_kernels.decode_layer import mosaic_gpu
 from pallas_kernels.decode_layer.api import _arrays
-from pallas_kernels.decode_layer.config import DecodeLayerConfig, Kept, Problem
+from pallas_kernels.decode_layer.config import DecodeLayerConfig, Problem
 from pallas_kernels.decode_layer.specs import DecodeLayerSpec
 from pallas_kernels.mosaic import DeviceSpec
 from tests.pallas_kernels.decode_layer.test_decode_layer import (
@@ -97,7 +97,7 @@ def real_sparse(m, uneven):
     given, kept = dict(given), []
     for i, (name, (k, n)) in enumerate(spec.products.items()):
         given[name] = tile_sparse(spec, k, n, jax.random.key(i))
-        kept.append(Kept(n // 128, spec.room(k)))
+        kept.append(given[name].kept)
     given["next_out"] = given["out"]
     return dataclasses.replace(problem, kept=tuple(kept)), given
 

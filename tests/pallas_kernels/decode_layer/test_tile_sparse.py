@@ -14,7 +14,6 @@ from pallas_kernels.decode_layer import (
     share,
 )
 from pallas_kernels.decode_layer.api import _arrays
-from pallas_kernels.decode_layer.config import Kept
 from pallas_kernels.decode_layer.shares import Shares, make_plan
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
@@ -124,10 +123,30 @@ def sparse(problem, counts, num_sms, columns=None, seed=0):
         if name in given:
             left = None if name == "gate_up" else columns
             w = pruned(given[name], counts, seed + i, left)
-            kept.append(Kept(w.tiles, w.room))
             given[name] = share(w, dataclasses.replace(H200, num_sms=num_sms))
+            kept.append(given[name].kept)
     if problem.projects:
         given["next_out"] = given["out"]
+    return dataclasses.replace(problem, kept=tuple(kept)), given
+
+
+def mixed(problem, num_sms, seed=0):
+    """A problem some of whose weights, or parts of them, are dense, and its arrays."""
+    p, given, kept = problem, operands(problem, seed), []
+    queries, keys = p.heads * p.head_dim, p.kv_heads * p.head_dim
+    q, k, v = jnp.split(given["qkv"], [queries, queries + keys], axis=1)
+    gate, up = jnp.split(given["gate_up"], 2, axis=1)
+    parts = {
+        "out": [given["out"]],
+        "gate_up": [pruned(gate, (5, 190), seed), pruned(up, (64,), seed + 1)],
+        "down": [pruned(given["down"], (70, 0), seed + 2, 128)],
+        # Those of k have room for fewer steps than those of v, with which they go.
+        "qkv": [pruned(q, (64, 200), seed + 3, 128), pruned(k, (1,), seed + 4), v],
+    }
+    for name, several in parts.items():
+        given[name] = share(several, dataclasses.replace(H200, num_sms=num_sms))
+        kept.append(given[name].kept)
+    given["next_out"] = given["out"]
     return dataclasses.replace(problem, kept=tuple(kept)), given
 
 
@@ -158,6 +177,17 @@ def test_interpreted_kernel_equals_the_reference(
     check(problem, given, run(problem, given, num_sms, **config))
 
 
+@pytest.mark.parametrize(
+    ("changes", "num_sms", "config"),
+    [({"m": 1}, 1, {}), ({"m": 16, "bias": True, "kv_heads": 2}, 3, FEW)],
+)
+def test_interpreted_kernel_takes_parts_of_which_some_are_dense(
+    changes, num_sms, config
+):
+    problem, given = mixed(dataclasses.replace(TINY, **changes), num_sms)
+    check(problem, given, run(problem, given, num_sms, **config))
+
+
 def test_a_row_does_not_depend_on_the_others():
     problem, given = sparse(dataclasses.replace(TINY, m=16), UNEVEN, 2)
     found = run(problem, given, 2, **FEW)
@@ -175,14 +205,15 @@ def test_room_that_no_tile_needs_is_not_read():
     want = run(problem, given, 2)
     poisoned = dict(given)
     for name in WEIGHTS:
-        w, shares = given[name].weight, given[name].shares
+        (w,) = given[name].parts
+        shares = Shares(w.tiles, w.shape[1], given[name].workers)
         values, counts = np.asarray(w.values).copy(), np.asarray(w.counts)
         plan = np.asarray(given[name].plan)[shares.of_pair : shares.of_feature]
         for *tiles, _, _ in plan.reshape(-1, 4):
             values[tiles, -(-counts[tiles].max() // 64) * 64 :] = np.nan
         assert name != "gate_up" or np.isnan(values).any()
         w = w.with_values(jnp.asarray(values))
-        poisoned[name] = dataclasses.replace(given[name], weight=w)
+        poisoned[name] = dataclasses.replace(given[name], parts=(w,))
     for a, b in zip(run(problem, poisoned, 2), want, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -197,6 +228,13 @@ def test_xla_equals_the_reference(changes, columns):
     heads = heads or (None, None)
     heads = [None if x is None else x.reshape(problem.m, -1) for x in heads]
     check(problem, given, (residual, *heads))
+
+
+def test_xla_takes_parts_of_which_some_are_dense():
+    problem, given = mixed(TINY, 132)
+    residual, heads = decode_layer(*arguments(problem, given), eps=EPS)
+    assert heads is not None
+    check(problem, given, (residual, *(x.reshape(problem.m, -1) for x in heads)))
 
 
 @pytest.mark.parametrize("workers", [1, 5, 132])
@@ -255,7 +293,7 @@ def test_errors_say_what_to_do():
     problem, given = sparse(TINY, EQUAL, 132)
     attended, residual, layer, projection = arguments(problem, given)
     dense = operands(TINY)
-    with pytest.raises(ValueError, match="all are tile-sparse"):
+    with pytest.raises(ValueError, match="all are shared"):
         mixed = dataclasses.replace(layer, down=dense["down"])
         decode_layer(attended, residual, mixed, projection, eps=EPS)
     narrow = TileSparse.from_dense(dense["down"], jnp.ones((256, 256), bool), tile=64)
