@@ -44,8 +44,9 @@ class LayerWeights:
     """Weights of a layer after its attention; all but the norm in one type.
 
     A projection may be `TileSparse`, or several weights of which some are dense, that
-    blocks `share`; all are shared, or none. Weights of int8 or float8_e4m3fn are turned, [features,inputs], as those of
-    `pallas_kernels.quantized_matmul`, and all have scales of their features, in fp32.
+    blocks `share`; all are shared, or none. Weights of int8 or float8_e4m3fn are
+    turned, [features,inputs], as those of `pallas_kernels.quantized_matmul`, and all
+    have scales of their features, in fp32.
     """
 
     out: Shaped[Array, "NH D"] | SharedTileSparse
@@ -459,8 +460,9 @@ def _check_kernel(
             continue
         if w.workers != device.num_sms:
             raise Unsupported(
-                f"decode_layer: {name} is shared by {w.workers} blocks and {device.name}"
-                f" has {device.num_sms} multiprocessors; call share for it"
+                f"decode_layer: {name} is shared by {w.workers} blocks and"
+                f" {device.name} has {device.num_sms} multiprocessors; call share for"
+                " it"
             )
     if axis_name is not None:
         over = Call.over(axis_name, out_dtype=jnp.dtype(jnp.bfloat16), device=device)
