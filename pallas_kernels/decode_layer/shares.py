@@ -7,6 +7,11 @@ steps of another. Its sums of each pair are a *part*; whoever finishes a feature
 the parts of its pair. All of this follows from the counts alone and is written down
 once, when a model is prepared: a launch reads it.
 
+Two things make stretches differ. Steps that are left over go to other blocks in each
+stage of a launch, since a block streams the weights of all. And the last blocks, which
+compute the factors of a norm before they multiply, have less of what comes after one:
+all would wait for them.
+
 Axes: T tiles, C pairs of tiles, N output features, W blocks.
 """
 
@@ -71,8 +76,36 @@ class Shares:
         return self.pairs + self.workers
 
 
+_LATE, _LESS = 4, 6
+"""Blocks that compute factors, of up to 32 requests, and the steps that they have less:
+meanwhile a block reads about three, and six are in shared memory.
+"""
+
+
+def _stretches(np: Any, steps: Any, workers: int, first: Any, after_norm: bool) -> Any:
+    """Where the stretch of each block begins and ends, [W] each."""
+    number = np.arange(workers)
+    busy, less = workers, 0
+    if after_norm and workers > _LATE:
+        # As many steps as if the last blocks had theirs.
+        size = (steps + _LATE * _LESS) // workers
+        busy, less = workers - _LATE, np.maximum(size - _LESS, 0)
+    others = steps - (workers - busy) * less
+    size, more = others // busy, others % busy
+    # Of few steps blocks side by side have one.
+    first = np.where(size > 0, first % busy, np.minimum(first % busy, busy - more))
+    own = np.where((number - first) % busy < more, size + 1, size)
+    end = np.cumsum(np.where(number < busy, own, less))
+    return np.concatenate([0 * end[:1], end[:-1]]), end
+
+
 def make_plan(
-    counts: Int[Any, "T"], places: Int[Any, "N"] | None, shares: Shares
+    counts: Int[Any, "T"],
+    places: Int[Any, "N"] | None,
+    shares: Shares,
+    *,
+    first: Any = 0,
+    after_norm: bool = False,
 ) -> Int[Any, " size"]:
     """The plan of a weight: a NumPy array, unless its sizes are traced.
 
@@ -81,6 +114,8 @@ def make_plan(
         places: the packed column of each output feature, T times 128 or more of one
             that is pruned; None where all are kept, in order.
         shares: sizes.
+        first: the block that has the first of the steps that are left over.
+        after_norm: as in `share`.
     """
     # On the host no programs are compiled.
     traced = isinstance(counts, Tracer) or isinstance(places, Tracer)
@@ -94,10 +129,7 @@ def make_plan(
     depths = -(-np.max(counts[order], axis=1) // GROUP)
     after = np.cumsum(depths)
     before, steps = after - depths, after[-1]
-    # Where there are fewer steps than blocks, the first ones have one each.
-    active = np.maximum(np.minimum(workers, steps), 1)
-    bounds = steps * np.minimum(np.arange(workers + 1), active) // active
-    begin, end = bounds[:-1], bounds[1:]
+    begin, end = _stretches(np, steps, workers, first, after_norm)
 
     def pair_of(step: Any) -> Any:
         return np.minimum(np.searchsorted(after, step, side="right"), pairs - 1)
@@ -105,11 +137,11 @@ def make_plan(
     def worker_of(step: Any) -> Any:
         return np.searchsorted(end, step, side="right")
 
-    first, last = pair_of(begin), pair_of(end - 1)
-    number = np.where(end > begin, last - first + 1, 0)
-    skip = begin - before[first]
-    taken = np.minimum(end, after[first]) - begin
-    of_worker = [number, first, skip, taken, *order[first].T, begin, end]
+    begins, ends = pair_of(begin), pair_of(end - 1)
+    number = np.where(end > begin, ends - begins + 1, 0)
+    skip = begin - before[begins]
+    taken = np.minimum(end, after[begins]) - begin
+    of_worker = [number, begins, skip, taken, *order[begins].T, begin, end]
     of_pair = [*order.T, before, after]
     # Where the sums of packed columns lie.
     owner = worker_of(before)
@@ -186,13 +218,19 @@ def _sizes(part: Any) -> Kept:
 
 
 def plan_shares(
-    parts: Sequence[Any], device: DeviceSpec
+    parts: Sequence[Any],
+    device: DeviceSpec,
+    *,
+    first: Any = 0,
+    after_norm: bool = False,
 ) -> tuple[Int[Any, " R"] | None, Int[Any, " size"]]:
     """The rows and the plan of `share`: NumPy arrays, unless a weight is traced.
 
     Args:
         parts: as there, of which the values are not read.
         device: the GPU.
+        first: as in `make_plan`.
+        after_norm: as in `share`.
     """
     traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(list(parts)))
     np: Any = jnp if traced else numpy
@@ -217,13 +255,21 @@ def plan_shares(
     if dense:
         rows.append(np.arange(dense[0], dtype=np.int32))
     shares = Shares(tiles, sum(map(len, places)), device.num_sms)
-    plan = make_plan(np.concatenate(counts), np.concatenate(places), shares)
+    options = {"first": first, "after_norm": after_norm}
+    plan = make_plan(np.concatenate(counts), np.concatenate(places), shares, **options)
     return np.concatenate(rows) if dense or len(parts) > 1 else None, plan
+
+
+def steps_of(plan: Int[Any, " size"], device: DeviceSpec) -> Any:
+    """The steps of all blocks of a GPU."""
+    return plan[8 * device.num_sms - 1]
 
 
 def share(
     weight: TileSparse | Sequence[TileSparse | Shaped[Array, "K _"]],
     device: DeviceSpec,
+    *,
+    after_norm: bool = False,
 ) -> SharedTileSparse:
     """Plans how the blocks of a GPU share a weight, once for all calls.
 
@@ -231,6 +277,8 @@ def share(
         weight: tiles of 128 columns; or several such weights of the same input features
             whose output features lie one behind the other, of which some may be dense.
         device: the GPU.
+        after_norm: it multiplies what is normalized in the same launch, as `gate_up`
+            and `qkv`: blocks that compute factors of the norm have less of it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -241,5 +289,6 @@ def share(
         (132, (256, 384))
     """
     parts = (weight,) if isinstance(weight, TileSparse) else tuple(weight)
-    rows, plan = jax.tree.map(jnp.asarray, plan_shares(parts, device))
+    made = plan_shares(parts, device, after_norm=after_norm)
+    rows, plan = jax.tree.map(jnp.asarray, made)
     return SharedTileSparse(parts=parts, rows=rows, plan=plan)

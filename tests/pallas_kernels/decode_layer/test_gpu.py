@@ -96,7 +96,8 @@ def real_sparse(m, uneven):
     spec = dataclasses.replace(spec, uneven=uneven)
     given, kept = dict(given), []
     for i, (name, (k, n)) in enumerate(spec.products.items()):
-        given[name] = tile_sparse(spec, k, n, jax.random.key(i))
+        after_norm = name in ("gate_up", "qkv")
+        given[name] = tile_sparse(spec, k, n, jax.random.key(i), after_norm)
         kept.append(given[name].kept)
     given["next_out"] = given["out"]
     return dataclasses.replace(problem, kept=tuple(kept)), given

@@ -242,7 +242,8 @@ def test_xla_takes_parts_of_which_some_are_dense():
     ("tiles", "most", "columns"),
     [(1, 64, False), (7, 500, False), (24, 4000, True), (225, 1024, True)],
 )
-def test_blocks_share_all_steps_equally(workers, tiles, most, columns):
+@pytest.mark.parametrize("after_norm", [False, True])
+def test_blocks_share_all_steps_equally(workers, tiles, most, columns, after_norm):
     rng = np.random.default_rng(tiles)
     counts, n, places = rng.integers(0, most, tiles), tiles * 128, None
     counts[: tiles // 3] = 0
@@ -253,9 +254,11 @@ def test_blocks_share_all_steps_equally(workers, tiles, most, columns):
         places[chosen] = np.arange(tiles * 128)
         places = jnp.asarray(places)
     shares = Shares(tiles, n, workers)
-    plan = make_plan(jnp.asarray(counts), places, shares)
+    options = {"first": 3, "after_norm": after_norm}
+    plan = make_plan(jnp.asarray(counts), places, shares, **options)
     assert isinstance(plan, np.ndarray)  # made without a program
-    traced = jax.jit(lambda *given: make_plan(*given, shares))(counts, places)
+    traced = jax.jit(lambda *given: make_plan(*given, shares, **options))
+    traced = traced(counts, places)
     np.testing.assert_array_equal(traced, plan)
     assert plan.size == shares.size
     of_worker = plan[: shares.of_pair].reshape(-1, 8)
@@ -272,7 +275,12 @@ def test_blocks_share_all_steps_equally(workers, tiles, most, columns):
             assert pair + worker not in parts and pair + worker < shares.parts
             parts[pair + worker] = steps
         work.append(end - begin)
-    assert max(work) - min(work) <= 1
+    assert len(work) == workers and sum(work) == max(of_pair[:, 3])
+    late = work[-4:] if after_norm and workers > 4 else []
+    busy = work[: workers - len(late)]
+    assert max(busy) - min(busy) <= 1
+    # The last blocks have less, or nothing.
+    assert all(max(busy) - own >= 6 or own == 0 for own in late)
     packed = np.arange(n) if places is None else np.asarray(places)
     for feature in rng.permutation(n)[:100]:
         where, number = of_feature[feature]
