@@ -49,7 +49,7 @@ from pallas_kernels.decode_layer import (
     rotation,
     tensor_parallel_decode_layer,
 )
-from pallas_kernels.decode_layer.shares import SHARED_TILE, plan_shares, steps_of
+from pallas_kernels.decode_layer.shares import SHARED_TILE, plan_shares
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.tile_sparse_matmul import TileSparse
 
@@ -243,17 +243,12 @@ def share_out(blocks: Any) -> None:
         return
     if not all(_is_plain(block, 1, pruned=True) for block in blocks):
         return
-    first: Any = 0  # of the blocks that have what is left over
     for block in blocks:
-        shares, products = {}, _products(block)
-        for name in ("qkv", "out", "gate_up", "down"):
-            if name == "out":  # another launch
-                first = 0
-            layers, after_norm = products[name], name in ("qkv", "gate_up")
+        shares = {}
+        for name, layers in _products(block).items():
             patterns = [_pattern(layer) for layer in layers]
-            options = {"first": first, "after_norm": after_norm}
-            planned = plan_shares(patterns, device, **options)
-            first += steps_of(planned[1], device)
+            after_norm = name in ("qkv", "gate_up")
+            planned = plan_shares(patterns, device, after_norm=after_norm)
             for field, array in zip(("rows", "plan"), planned, strict=True):
                 if array is None:
                     continue

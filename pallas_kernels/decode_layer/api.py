@@ -6,6 +6,7 @@ values.
 """
 
 import dataclasses
+import math
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,7 @@ from pallas_kernels.dispatch import Unsupported, dispatch, no_config, no_derivat
 from pallas_kernels.mosaic import DeviceSpec, check_hopper
 from pallas_kernels.partition import check_local
 from pallas_kernels.quantized_matmul.api import WEIGHT_DTYPES
+from pallas_kernels.tile_sparse_matmul import TileSparse
 from pallas_kernels.tuned_configs import check_config
 
 
@@ -311,13 +313,14 @@ def _arrays(operands: dict[str, Any]) -> dict[str, Array]:
         if not isinstance(value, SharedTileSparse):
             found[name] = value
             continue
-        values = [getattr(part, "values", part) for part in value.parts]
+        parts: Any = value.parts
+        values = [w.values if isinstance(w, TileSparse) else w for w in parts]
         if name == "next_out":  # as rows of 8 KiB
             found[name] = values[0].reshape(-1, 32 * SHARED_TILE)
             continue
         found |= zip(part_names(name, values), values, strict=True)
-        rows = value.rows
-        found[f"{name}_rows"] = value.parts[0].rows.ravel() if rows is None else rows
+        rows = parts[0].rows if value.rows is None else value.rows
+        found[f"{name}_rows"] = rows.reshape(-1, math.gcd(rows.size, 1024))  # 4 KiB
         found[f"{name}_plan"] = value.plan
     return found
 

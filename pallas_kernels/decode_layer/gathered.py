@@ -14,6 +14,7 @@ tiles and pruned columns.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ _LINE = 128
 """Bytes of 64 input features of a token."""
 _REGISTERS = 64
 """Of a thread, for numbers on their way."""
-_MOST_STEPS = 8
+_MOST_STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +80,14 @@ class Stretch:
         """Loops over the pieces: ``body(piece, carry)`` returns the carry."""
 
         def one(index: Scalar, carry: Any) -> Any:
+            numbers, carry = carry
             pair = self.first + index
-            numbers = lax.cond(
-                index == 0,
-                lambda: self.first_piece,
-                lambda: self.later_piece(pair),
-            )
-            return body(self.piece(pair, *numbers), carry)
+            # Asked for while this piece is worked at.
+            following = self.later_piece(jnp.minimum(pair + 1, self.shares.pairs - 1))
+            return following, body(self.piece(pair, *numbers), carry)
 
-        return lax.fori_loop(0, self.number, one, carry)
+        start = self.first_piece, carry
+        return lax.fori_loop(0, self.number, one, start)[1]
 
     def piece(self, pair: Scalar, skip: Any, taken: Any, *tiles: Any) -> SparsePiece:
         """Some steps of a pair."""
@@ -174,7 +174,7 @@ class Gather:
 
     def indices(self, piece: SparsePiece, begin: Scalar) -> tuple[jax.Array, ...]:
         """The indices of some steps of a piece, past its end any."""
-        last = self.kept.shape[0] - GROUP
+        last = math.prod(self.kept.shape) - GROUP
         firsts = [first_row(self.stage.kept, tile) for tile in piece.tiles]
         found = []
         for n in range(self.steps):
@@ -257,8 +257,8 @@ def load_kept(kept: Ref, first: Scalar, second: Scalar) -> jax.Array:
     """Reads which input features two tiles of a weight keep, 64 of each.
 
     Args:
-        kept: int32 vector in global memory.
-        first: int32, where those of the first tile begin.
+        kept: int32 in global memory.
+        first: int32, where those of the first tile begin, counted over all.
         second: those of the second tile.
 
     Returns:

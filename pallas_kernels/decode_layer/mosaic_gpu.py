@@ -274,19 +274,17 @@ class _Block:
                     plgpu.barrier_wait(ring["full"].at[last])
 
         if (ahead := self.refs.get("next_out")) is not None:
+            # Memory is idle from here on, until the attention of the next layer ends.
             self.fetch_ahead(ahead)
         drain(ring, carry[0], self.schedule.weight_slots)
 
-    def fetch_ahead(self, weight: Ref) -> None:
-        """Brings the first weight of the next layer into the L2.
-
-        Memory is idle from here on, until the attention of the next layer has ended.
-        """
-        rows, _ = weight.shape
+    def fetch_ahead(self, array: Ref) -> None:
+        """Brings an array into the L2: each block some of its rows."""
+        rows, _ = array.shape
         workers = self.schedule.workers
 
         def row(index: Scalar, _: None) -> None:
-            source = weight.at[index * workers + self.worker]
+            source = array.at[index * workers + self.worker]
             prefetch_row(source)  # pyright: ignore[reportCallIssue]
 
         lax.fori_loop(0, _dealt(rows, self.worker, workers), row, None)
@@ -318,6 +316,9 @@ class _Block:
                 self.factors(stage.norm)
             if gather is not None:
                 carry = gather.stream(source, ring, carry[0]), carry[1]
+                if i + 1 < len(self.stages):
+                    # Memory is slow to answer beside the stream of weights.
+                    self.fetch_ahead(self.refs[f"{self.stages[i + 1].weight}_rows"])
             else:
                 carry = self.stream(stage, "activations", copy, carry)
         drain(ring, carry[0], self.schedule.activation_slots)

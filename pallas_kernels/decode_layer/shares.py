@@ -7,10 +7,8 @@ steps of another. Its sums of each pair are a *part*; whoever finishes a feature
 the parts of its pair. All of this follows from the counts alone and is written down
 once, when a model is prepared: a launch reads it.
 
-Two things make stretches differ. Steps that are left over go to other blocks in each
-stage of a launch, since a block streams the weights of all. And the last blocks, which
-compute the factors of a norm before they multiply, have less of what comes after one:
-all would wait for them.
+Only the last blocks, which compute the factors of a norm before they multiply, have
+less of what comes after one: all would wait for them.
 
 Axes: T tiles, C pairs of tiles, N output features, W blocks.
 """
@@ -82,7 +80,7 @@ meanwhile a block reads about three, and six are in shared memory.
 """
 
 
-def _stretches(np: Any, steps: Any, workers: int, first: Any, after_norm: bool) -> Any:
+def _stretches(np: Any, steps: Any, workers: int, after_norm: bool) -> Any:
     """Where the stretch of each block begins and ends, [W] each."""
     number = np.arange(workers)
     busy, less = workers, 0
@@ -92,9 +90,7 @@ def _stretches(np: Any, steps: Any, workers: int, first: Any, after_norm: bool) 
         busy, less = workers - _LATE, np.maximum(size - _LESS, 0)
     others = steps - (workers - busy) * less
     size, more = others // busy, others % busy
-    # Of few steps blocks side by side have one.
-    first = np.where(size > 0, first % busy, np.minimum(first % busy, busy - more))
-    own = np.where((number - first) % busy < more, size + 1, size)
+    own = np.where(number < more, size + 1, size)
     end = np.cumsum(np.where(number < busy, own, less))
     return np.concatenate([0 * end[:1], end[:-1]]), end
 
@@ -104,7 +100,6 @@ def make_plan(
     places: Int[Any, "N"] | None,
     shares: Shares,
     *,
-    first: Any = 0,
     after_norm: bool = False,
 ) -> Int[Any, " size"]:
     """The plan of a weight: a NumPy array, unless its sizes are traced.
@@ -114,7 +109,6 @@ def make_plan(
         places: the packed column of each output feature, T times 128 or more of one
             that is pruned; None where all are kept, in order.
         shares: sizes.
-        first: the block that has the first of the steps that are left over.
         after_norm: as in `share`.
     """
     # On the host no programs are compiled.
@@ -129,7 +123,7 @@ def make_plan(
     depths = -(-np.max(counts[order], axis=1) // GROUP)
     after = np.cumsum(depths)
     before, steps = after - depths, after[-1]
-    begin, end = _stretches(np, steps, workers, first, after_norm)
+    begin, end = _stretches(np, steps, workers, after_norm)
 
     def pair_of(step: Any) -> Any:
         return np.minimum(np.searchsorted(after, step, side="right"), pairs - 1)
@@ -218,18 +212,13 @@ def _sizes(part: Any) -> Kept:
 
 
 def plan_shares(
-    parts: Sequence[Any],
-    device: DeviceSpec,
-    *,
-    first: Any = 0,
-    after_norm: bool = False,
+    parts: Sequence[Any], device: DeviceSpec, *, after_norm: bool = False
 ) -> tuple[Int[Any, " R"] | None, Int[Any, " size"]]:
     """The rows and the plan of `share`: NumPy arrays, unless a weight is traced.
 
     Args:
         parts: as there, of which the values are not read.
         device: the GPU.
-        first: as in `make_plan`.
         after_norm: as in `share`.
     """
     traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(list(parts)))
@@ -255,14 +244,9 @@ def plan_shares(
     if dense:
         rows.append(np.arange(dense[0], dtype=np.int32))
     shares = Shares(tiles, sum(map(len, places)), device.num_sms)
-    options = {"first": first, "after_norm": after_norm}
-    plan = make_plan(np.concatenate(counts), np.concatenate(places), shares, **options)
+    given = np.concatenate(counts), np.concatenate(places), shares
+    plan = make_plan(*given, after_norm=after_norm)
     return np.concatenate(rows) if dense or len(parts) > 1 else None, plan
-
-
-def steps_of(plan: Int[Any, " size"], device: DeviceSpec) -> Any:
-    """The steps of all blocks of a GPU."""
-    return plan[8 * device.num_sms - 1]
 
 
 def share(

@@ -33,14 +33,12 @@ class Roles:
         self.filled = collections.Counter()
         self.freed = collections.Counter()
         self.stretches = {
-            stage.weight: stretches(stage)
-            for stage in self.stages
-            if stage.sparse_tiles
+            stage.weight: stretches(stage) for stage in self.stages if stage.kept
         }
         self.slots = {"w": schedule.weight_slots, "x": schedule.activation_slots}
 
     def pieces(self, stage, worker):
-        if stage.sparse_tiles:
+        if stage.kept:
             return self.stretches[stage.weight][worker]
         return [stage.piece(worker, i) for i in range(stage.pieces(worker))]
 
@@ -140,7 +138,8 @@ def stretches(stage):
     """The pieces of each block, of tiles that keep from none to all they may."""
     counts = np.random.default_rng(0).integers(0, stage.k + 1, stage.sparse_tiles)
     shares = Shares(stage.sparse_tiles, stage.n, stage.workers)
-    plan = np.asarray(make_plan(jnp.asarray(counts), None, shares))
+    after_norm = stage.norm is not None
+    plan = make_plan(jnp.asarray(counts), None, shares, after_norm=after_norm)
     pairs = plan[shares.of_pair : shares.of_feature].reshape(-1, 4)
     found = []
     for number, first, *_, begin, end in plan[: shares.of_pair].reshape(-1, 8):
@@ -158,7 +157,7 @@ def problem_of(spec):
     keep, _ = sizes.pop("keep"), sizes.pop("uneven")
     if keep < 1:
         sizes["kept"] = tuple(
-            Kept(n // 128, spec.room(k)) for k, n in spec.products.values()
+            (Kept(n // 128, spec.room(k)),) for k, n in spec.products.values()
         )
     return Problem(features=spec.heads * spec.head_dim, **sizes)
 

@@ -254,10 +254,9 @@ def test_blocks_share_all_steps_equally(workers, tiles, most, columns, after_nor
         places[chosen] = np.arange(tiles * 128)
         places = jnp.asarray(places)
     shares = Shares(tiles, n, workers)
-    options = {"first": 3, "after_norm": after_norm}
-    plan = make_plan(jnp.asarray(counts), places, shares, **options)
+    plan = make_plan(jnp.asarray(counts), places, shares, after_norm=after_norm)
     assert isinstance(plan, np.ndarray)  # made without a program
-    traced = jax.jit(lambda *given: make_plan(*given, shares, **options))
+    traced = jax.jit(lambda *given: make_plan(*given, shares, after_norm=after_norm))
     traced = traced(counts, places)
     np.testing.assert_array_equal(traced, plan)
     assert plan.size == shares.size
