@@ -15,7 +15,7 @@ tiles and pruned columns.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,7 +33,6 @@ from pallas_kernels.decode_layer.config import (
     GROUP,
     UNIT,
     WARPGROUPS,
-    Kept,
     Piece,
     Stage,
     part_names,
@@ -70,7 +69,8 @@ class Stretch:
     def __init__(self, refs: Mapping[str, Ref], stage: Stage, worker: Scalar) -> None:
         self.refs, self.stage, self.worker = refs, stage, worker
         self.plan = refs[f"{stage.weight}_plan"]
-        self.shares = Shares(stage.sparse_tiles, stage.n, stage.workers)
+        sizes = stage.sparse_tiles, stage.n, stage.workers, stage.depth
+        self.shares = Shares(*sizes)
         self.number, self.first, skip, taken, *tiles, self.begin, self.end = (
             self.plan[worker * 8 + i] for i in range(8)
         )
@@ -142,18 +142,6 @@ class Stretch:
         return add_parts(self.refs["parts"], places, eight, rows=rows)
 
 
-def first_row(kept: Sequence[Kept], tile: Scalar) -> Scalar:
-    """Where `SharedTileSparse.rows` has the rows of a tile."""
-    found, tiles, begin = jnp.int32(0), 0, 0
-    behind = sum(part.tiles * part.room for part in kept if not part.dense)
-    for part in kept:
-        here = jnp.int32(behind) if part.dense else begin + (tile - tiles) * part.room
-        found = jnp.where(tile >= tiles, here, found)
-        tiles += part.tiles
-        begin += 0 if part.dense else part.tiles * part.room
-    return found
-
-
 class Gather:
     """Gathers the activations of a stage.
 
@@ -168,19 +156,16 @@ class Gather:
         held = block.problem.m if self.by_tokens else self.rows // 2
         self.steps = max(1, min(_MOST_STEPS, _REGISTERS // held))
         self.kept = block.refs[f"{stage.weight}_rows"]
-        stretch = block.stretches[stage.weight]
-        piece = stretch.piece(stretch.first, *stretch.first_piece)
-        self.first = self.indices(piece, jnp.int32(0))
+        self.stretch = block.stretches[stage.weight]
+        self.first = self.indices(self.stretch.begin)
 
-    def indices(self, piece: SparsePiece, begin: Scalar) -> tuple[jax.Array, ...]:
-        """The indices of some steps of a piece, past its end any."""
-        last = math.prod(self.kept.shape) - GROUP
-        firsts = [first_row(self.stage.kept, tile) for tile in piece.tiles]
-        found = []
+    def indices(self, begin: Scalar) -> tuple[jax.Array, ...]:
+        """The indices of some steps, past the end of a tile any."""
+        shares, found = self.stretch.shares, []
         for n in range(self.steps):
-            step = piece.k(begin + n) * GROUP
-            at = [jnp.minimum(first + step, last) for first in firsts]
-            found.append(load_kept(self.kept, *at))
+            step = jnp.minimum(begin + n, shares.most_steps - 1)
+            at = shares.of_step + 2 * step
+            found.append(load_kept(self.stretch.plan, self.kept, at))
         return tuple(found)
 
     def gather(self, source: Ref, indices: jax.Array) -> jax.Array:
@@ -204,32 +189,24 @@ class Gather:
             plgpu.barrier_arrive(ring["full"].at[slot])
             return next_slot(slot, slots)
 
-        def load(piece: SparsePiece, carry: Any) -> Any:
-            def some(i: Scalar, carry: Any) -> Any:
-                slot, indices = carry
-                begin = i * self.steps
-                values = [self.gather(source, at) for at in indices]
-                indices = self.indices(piece, begin + self.steps)
-                for n, value in enumerate(values):
-                    slot = lax.cond(
-                        begin + n < piece.count,
-                        lambda slot, value=value: put(slot, value),
-                        lambda slot: slot,
-                        slot,
-                    )
-                return slot, indices
+        begin, end = self.stretch.begin, self.stretch.end
 
-            slot, is_first = carry
-            start = lax.cond(
-                is_first == 1,
-                lambda: self.first,
-                lambda: self.indices(piece, jnp.int32(0)),
-            )
-            times = quotient(piece.count + (self.steps - 1), self.steps)
-            slot, _ = lax.fori_loop(0, times, some, (slot, start))
-            return slot, jnp.int32(0)
+        def some(i: Scalar, carry: Any) -> Any:
+            slot, indices = carry
+            first = begin + i * self.steps
+            values = [self.gather(source, at) for at in indices]
+            indices = self.indices(first + self.steps)
+            for n, value in enumerate(values):
+                slot = lax.cond(
+                    first + n < end,
+                    lambda slot, value=value: put(slot, value),
+                    lambda slot: slot,
+                    slot,
+                )
+            return slot, indices
 
-        slot, _ = self.block.for_each_piece(self.stage, load, (slot, jnp.int32(1)))
+        times = quotient(end - begin + (self.steps - 1), self.steps)
+        slot, _ = lax.fori_loop(0, times, some, (slot, self.first))
         return slot
 
 
@@ -253,30 +230,36 @@ def _thread() -> ir.Value:
     return arith.remui(utils.thread_idx(), _i32(_THREADS))
 
 
-def load_kept(kept: Ref, first: Scalar, second: Scalar) -> jax.Array:
+def load_kept(plan: Ref, kept: Ref, at: Scalar) -> jax.Array:
     """Reads which input features two tiles of a weight keep, 64 of each.
 
     Args:
-        kept: int32 in global memory.
-        first: int32, where those of the first tile begin, counted over all.
-        second: those of the second tile.
+        plan: int32 in global memory.
+        kept: int32 in global memory; past its end the last 64 are read.
+        at: int32, where `plan` says where those of each begin in `kept`.
 
     Returns:
         int32 [128], one a thread.
     """
+    last = math.prod(kept.shape) - GROUP
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _SPLAT, _SPLAT),
+        arg_types=(plgpu.RefType(), plgpu.RefType(), _SPLAT),
         return_type=plgpu.ShapeDtypeStruct((_THREADS,), jnp.int32, layout=_OF_THREADS),
     )
-    def load_kept_rows(_: Any, kept: Any, first: Any, second: Any) -> Any:
+    def load_kept_rows(_: Any, plan: Any, kept: Any, at: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
         thread = _thread()
-        is_first = arith.cmpi(arith.CmpIPredicate.ult, thread, _i32(GROUP))
-        begin = arith.select(is_first, first.registers.item(), second.registers.item())
-        at = arith.addi(begin, arith.remui(thread, _i32(GROUP)))
-        address = utils.getelementptr(utils.memref_ptr(kept), [at], i32)
-        loaded = llvm.load(ir.VectorType.get((1,), i32), address, alignment=4)
+
+        def load(ref: Any, where: Any) -> Any:
+            address = utils.getelementptr(utils.memref_ptr(ref), [where], i32)
+            return llvm.load(i32, address, alignment=4)
+
+        tile = arith.divui(thread, _i32(GROUP))
+        begin = load(plan, arith.addi(at.registers.item(), tile))
+        begin = arith.minsi(begin, _i32(last))
+        found = load(kept, arith.addi(begin, arith.remui(thread, _i32(GROUP))))
+        loaded = vector.from_elements(ir.VectorType.get((1,), i32), [found])
         return mgpu.FragmentedArray(
             _registers=np.array([loaded], dtype=object),
             _layout=mgpu.WGStridedFragLayout((_THREADS,), 1),
@@ -284,7 +267,7 @@ def load_kept(kept: Ref, first: Scalar, second: Scalar) -> jax.Array:
         )
 
     call: Any = load_kept_rows  # without its context
-    return call(kept, jnp.int32(first), jnp.int32(second))
+    return call(plan, kept, jnp.int32(at))
 
 
 def gather_tokens(source: Ref, indices: jax.Array, rows: int) -> jax.Array:

@@ -45,6 +45,8 @@ class Shares:
     tiles: int
     n: int
     workers: int
+    depth: int
+    """Most steps of a tile."""
 
     @property
     def pairs(self) -> int:
@@ -64,9 +66,19 @@ class Shares:
         return self.of_pair + 4 * self.pairs
 
     @property
+    def of_step(self) -> int:
+        """Two numbers of each step: where `rows` has those of each tile."""
+        return self.of_feature + 2 * self.n
+
+    @property
+    def most_steps(self) -> int:
+        """Steps of all pairs, if each had a full tile."""
+        return self.pairs * self.depth
+
+    @property
     def size(self) -> int:
         """Numbers of a plan."""
-        return self.of_feature + 2 * self.n
+        return self.of_step + 2 * self.most_steps
 
     @property
     def parts(self) -> int:
@@ -99,6 +111,7 @@ def make_plan(
     counts: Int[Any, "T"],
     places: Int[Any, "N"] | None,
     shares: Shares,
+    begins: Int[Any, "T"] | None = None,
     *,
     after_norm: bool = False,
 ) -> Int[Any, " size"]:
@@ -109,6 +122,8 @@ def make_plan(
         places: the packed column of each output feature, T times 128 or more of one
             that is pruned; None where all are kept, in order.
         shares: sizes.
+        begins: where the rows of each tile begin among those of all; None where tiles
+            have equal room.
         after_norm: as in `share`.
     """
     # On the host no programs are compiled.
@@ -131,11 +146,11 @@ def make_plan(
     def worker_of(step: Any) -> Any:
         return np.searchsorted(end, step, side="right")
 
-    begins, ends = pair_of(begin), pair_of(end - 1)
-    number = np.where(end > begin, ends - begins + 1, 0)
-    skip = begin - before[begins]
-    taken = np.minimum(end, after[begins]) - begin
-    of_worker = [number, begins, skip, taken, *order[begins].T, begin, end]
+    first, last = pair_of(begin), pair_of(end - 1)
+    number = np.where(end > begin, last - first + 1, 0)
+    skip = begin - before[first]
+    taken = np.minimum(end, after[first]) - begin
+    of_worker = [number, first, skip, taken, *order[first].T, begin, end]
     of_pair = [*order.T, before, after]
     # Where the sums of packed columns lie.
     owner = worker_of(before)
@@ -151,7 +166,13 @@ def make_plan(
         group * GROUP + column % GROUP,
         np.where(is_there, parts[pair], 0),
     ]
-    tables = (of_worker, of_pair, of_feature)
+    # Whose rows are whose.
+    if begins is None:
+        begins = np.arange(shares.tiles) * (shares.depth * GROUP)
+    step = np.arange(shares.most_steps)
+    pair = pair_of(step)
+    of_step = (begins[order[pair]] + (step - before[pair])[:, None] * GROUP).T
+    tables = (of_worker, of_pair, of_feature, of_step)
     return np.concatenate([np.stack(table, axis=1).ravel() for table in tables]).astype(
         np.int32
     )
@@ -195,8 +216,12 @@ class SharedTileSparse:
         """The blocks that share it, if there is a plan."""
         if self.plan is None:
             return None
-        tiles = sum(part.tiles for part in self.kept)
-        return (self.plan.size - Shares(tiles, self.shape[1], 0).size) // 8
+        return (self.plan.size - _shares(self.kept, self.shape[1], 0).size) // 8
+
+
+def _shares(kept: Sequence[Kept], n: int, workers: int) -> Shares:
+    tiles, rooms = sum(part.tiles for part in kept), [part.room for part in kept]
+    return Shares(tiles, n, workers, max(rooms) // GROUP)
 
 
 def _sizes(part: Any) -> Kept:
@@ -223,30 +248,36 @@ def plan_shares(
     """
     traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(list(parts)))
     np: Any = jnp if traced else numpy
-    counts, places, rows = [], [], []
-    tiles = sum(_sizes(part).tiles for part in parts)
-    for part in parts:
-        size, n = _sizes(part), part.shape[1]
-        found = None
-        if size.dense:
-            counts.append(np.full(size.tiles, size.room, np.int32))
-        else:
+    kept = [_sizes(part) for part in parts]
+    counts, places, rows, begins = [], [], [], []
+    tiles, before, begin = sum(size.tiles for size in kept), 0, 0
+    behind = sum(size.tiles * size.room for size in kept if not size.dense)
+    for part, size in zip(parts, kept, strict=True):
+        number = np.arange(size.tiles)
+        if isinstance(part, TileSparse):
             counts.append(part.counts)
             rows.append(part.rows.ravel())
+            begins.append(begin + number * size.room)
+            begin += size.tiles * size.room
             found = part.places_of_columns()
+        else:  # all have the same rows, which stand behind the others
+            counts.append(np.full(size.tiles, size.room, np.int32))
+            begins.append(np.full(size.tiles, behind))
+            found = None
         if found is None:
-            found = np.arange(n, dtype=np.int32)
+            found = np.arange(part.shape[1], dtype=np.int32)
         else:  # the last tile may not be whole
             found = np.where(found < part.packed_columns, found, tiles * SHARED_TILE)
-        begin = SHARED_TILE * (sum(map(len, counts)) - size.tiles)
-        places.append(np.minimum(found + begin, tiles * SHARED_TILE))
-    dense = [size.room for size in map(_sizes, parts) if size.dense]
-    if dense:
-        rows.append(np.arange(dense[0], dtype=np.int32))
-    shares = Shares(tiles, sum(map(len, places)), device.num_sms)
-    given = np.concatenate(counts), np.concatenate(places), shares
-    plan = make_plan(*given, after_norm=after_norm)
-    return np.concatenate(rows) if dense or len(parts) > 1 else None, plan
+        places.append(np.minimum(found + before * SHARED_TILE, tiles * SHARED_TILE))
+        before += size.tiles
+    depths = [size.room for size in kept if size.dense]
+    if depths:
+        rows.append(np.arange(depths[0], dtype=np.int32))
+    shares = _shares(kept, sum(map(len, places)), device.num_sms)
+    given = (np.concatenate(several) for several in (counts, places, begins))
+    counts, places, begins = given
+    plan = make_plan(counts, places, shares, begins, after_norm=after_norm)
+    return np.concatenate(rows) if depths or len(parts) > 1 else None, plan
 
 
 def share(

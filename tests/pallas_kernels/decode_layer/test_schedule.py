@@ -137,7 +137,7 @@ class Roles:
 def stretches(stage):
     """The pieces of each block, of tiles that keep from none to all they may."""
     counts = np.random.default_rng(0).integers(0, stage.k + 1, stage.sparse_tiles)
-    shares = Shares(stage.sparse_tiles, stage.n, stage.workers)
+    shares = Shares(stage.sparse_tiles, stage.n, stage.workers, stage.depth)
     after_norm = stage.norm is not None
     plan = make_plan(jnp.asarray(counts), None, shares, after_norm=after_norm)
     pairs = plan[shares.of_pair : shares.of_feature].reshape(-1, 4)

@@ -31,9 +31,9 @@ from tests.pallas_kernels.decode_layer.test_decode_layer import (
 )
 
 
-def load_kept_rows(kept, first, second):
-    kept = kept.reshape(-1)
-    return np.concatenate([kept[int(at) : int(at) + 64] for at in (first, second)])
+def load_kept_rows(plan, kept, at, closure):
+    begins = np.minimum(plan[int(at) : int(at) + 2], closure["last"])
+    return np.concatenate([kept.reshape(-1)[begin:][:64] for begin in begins])
 
 
 def gather_kept(source, indices, closure):
@@ -206,7 +206,7 @@ def test_room_that_no_tile_needs_is_not_read():
     poisoned = dict(given)
     for name in WEIGHTS:
         (w,) = given[name].parts
-        shares = Shares(w.tiles, w.shape[1], given[name].workers)
+        shares = Shares(w.tiles, w.shape[1], given[name].workers, w.room // 64)
         values, counts = np.asarray(w.values).copy(), np.asarray(w.counts)
         plan = np.asarray(given[name].plan)[shares.of_pair : shares.of_feature]
         for *tiles, _, _ in plan.reshape(-1, 4):
@@ -253,7 +253,7 @@ def test_blocks_share_all_steps_equally(workers, tiles, most, columns, after_nor
         places = np.full(n, tiles * 128)
         places[chosen] = np.arange(tiles * 128)
         places = jnp.asarray(places)
-    shares = Shares(tiles, n, workers)
+    shares = Shares(tiles, n, workers, -(-most // 64))
     plan = make_plan(jnp.asarray(counts), places, shares, after_norm=after_norm)
     assert isinstance(plan, np.ndarray)  # made without a program
     traced = jax.jit(lambda *given: make_plan(*given, shares, after_norm=after_norm))
@@ -262,7 +262,12 @@ def test_blocks_share_all_steps_equally(workers, tiles, most, columns, after_nor
     assert plan.size == shares.size
     of_worker = plan[: shares.of_pair].reshape(-1, 8)
     of_pair = plan[shares.of_pair : shares.of_feature].reshape(-1, 4)
-    of_feature = plan[shares.of_feature :].reshape(-1, 2)
+    of_feature = plan[shares.of_feature : shares.of_step].reshape(-1, 2)
+    of_step = plan[shares.of_step :].reshape(-1, 2)
+    for first, second, before, after in of_pair:
+        own = 64 * np.arange(after - before)
+        for tile, begins in zip((first, second), of_step[before:after].T, strict=True):
+            np.testing.assert_array_equal(begins, tile * shares.depth * 64 + own)
     parts, work = {}, []
     for worker, (number, first, skip, taken, *two, begin, end) in enumerate(of_worker):
         for pair in range(first, first + number):
