@@ -167,11 +167,12 @@ def make_plan(
         np.where(is_there, parts[pair], 0),
     ]
     # Whose rows are whose.
+    starts: Any = begins
     if begins is None:
-        begins = np.arange(shares.tiles) * (shares.depth * GROUP)
+        starts = np.arange(shares.tiles) * (shares.depth * GROUP)
     step = np.arange(shares.most_steps)
     pair = pair_of(step)
-    of_step = (begins[order[pair]] + (step - before[pair])[:, None] * GROUP).T
+    of_step = (starts[order[pair]] + (step - before[pair])[:, None] * GROUP).T
     tables = (of_worker, of_pair, of_feature, of_step)
     return np.concatenate([np.stack(table, axis=1).ravel() for table in tables]).astype(
         np.int32
