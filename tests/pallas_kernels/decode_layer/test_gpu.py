@@ -29,6 +29,7 @@ from tests.pallas_kernels.decode_layer.test_decode_layer import (
 from tests.pallas_kernels.decode_layer.test_tile_sparse import (
     EQUAL,
     UNEVEN,
+    mixed,
     sparse,
 )
 
@@ -150,6 +151,14 @@ def test_tiny_layers_of_tile_sparse_weights(changes, counts, columns):
     workers = DeviceSpec.current().num_sms
     problem = dataclasses.replace(TINY, **changes)
     problem, given = sparse(problem, counts, workers, columns)
+    poison(problem)
+    check(problem, given, jax.block_until_ready(run(problem, given)))
+
+
+@pytest.mark.parametrize("m", [1, 32])
+def test_tiny_layers_of_which_some_weights_are_dense(m):
+    workers = DeviceSpec.current().num_sms
+    problem, given = mixed(dataclasses.replace(TINY, m=m), workers)
     poison(problem)
     check(problem, given, jax.block_until_ready(run(problem, given)))
 
