@@ -1,8 +1,9 @@
-"""Decoding a token of few requests: between two attentions a layer is one launch.
+"""Decoding a token of few requests: a layer is one launch.
 
-Layers as of LLaMA take `pallas_kernels.decode_layer` in place of ten launches: what
-follows the attention of a layer and what precedes that of the next are one kernel. It
-is for weights in bfloat16, all dense or all tile-sparse, or all in the same 8 bits, and
+Layers as of LLaMA take `pallas_kernels.decode_layer` in place of twelve launches: what
+follows the attention of a layer and what precedes that of the next are one kernel. On
+one GPU, with dense weights and pages in bfloat16, the attention is in it, too. It is
+for weights in bfloat16, all dense or all tile-sparse, or all in the same 8 bits, and
 up to 64 rows of one token; all else runs block by block (`jaxscale.models.stack`). On
 several GPUs that split heads and hidden features the kernel adds up over them, in the
 workspace of all-reduces (`jaxscale.sharding.decode_all_reduce`); tile-sparse weights
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block
-from jaxscale.nn.cache import PagedRows
+from jaxscale.nn.cache import PagedRows, append_rows
 from jaxscale.nn.joined import JoinedLinear
 from jaxscale.nn.linear import RowParallelLinear, project_together
 from jaxscale.nn.norms import RMSNorm
@@ -34,14 +35,19 @@ from jaxscale.sharding.decode_all_reduce import ReduceWorkspace
 from pallas_kernels.decode_layer import (
     LayerWeights,
     NextProjection,
+    PagedCache,
     SharedTileSparse,
     as_residual,
+    attending_decode_layer,
     declines,
     decode_layer,
     from_residual,
+    padded_queries,
+    places_of_new_tokens,
     rotation,
     tensor_parallel_decode_layer,
 )
+from pallas_kernels.decode_layer.config import padded_rows
 from pallas_kernels.decode_layer.shares import SHARED_TILE
 from pallas_kernels.mosaic import DeviceSpec
 
@@ -177,6 +183,8 @@ def run(
     """
     block: Any = blocks[0]
     attention, axis, workspace = block.attention, _axis(block), state.workspace
+    if implementation == "mosaic_gpu" and _attends(blocks, x, state, variants):
+        return _run_attending(blocks, x, state, variants)
 
     def layer(
         attended: Array, residual: Array, layer: Any, following: Any, held: Any
@@ -211,6 +219,82 @@ def run(
             attention = blocks[i + 1].attention
             out, state = attention.attend_rotated(q, kv, state.at(i + 1, variant))
     state = dataclasses.replace(state, workspace=workspace)
+    return from_residual(residual, len(x))[:, None].astype(x.dtype), state
+
+
+# --- With attention -------------------------------------------------------------------
+
+
+def _cache(state: PagedRows, variant: AttentionConfig, places: Array) -> PagedCache:
+    return PagedCache(
+        pages=state.pages,
+        layer=jnp.asarray(state.layer, jnp.int32),
+        table=state.table,
+        lengths=state.lengths,
+        num_new=state.num_new,
+        places=places,
+        scale=variant.logits_scale,
+        window=variant.window,
+        softcap=variant.softcap,
+    )
+
+
+def _attends(
+    blocks: Any, x: Array, state: PagedRows, variants: Sequence[AttentionConfig]
+) -> bool:
+    """Whether the attention of layers can be in their launches."""
+    rows = len(x)
+    if _axis(blocks[0]) is not None or len(state.lengths) != rows:
+        return False  # heads are split, or requests have drafts
+    state = state.at(0, variants[0])
+    places = jnp.zeros(padded_rows(rows), jnp.int32)
+    attended = jnp.zeros((rows, variants[0].num_heads * variants[0].head_dim), x.dtype)
+    residual = as_residual(x[:, 0])
+    table = _table(variants[0], state, {})
+    after = _projection(blocks[-1], variants[-1], table, None)
+    reason = declines(
+        attended,
+        residual,
+        _weights(blocks[0]),
+        after,
+        cache=_cache(state, variants[0], places),
+    )
+    return reason is None
+
+
+def _run_attending(
+    blocks: Any, x: Array, state: PagedRows, variants: Sequence[AttentionConfig]
+) -> tuple[Array, PagedRows]:
+    """`run` with one launch a layer, its attention in it."""
+    block: Any = blocks[0]
+    attention, state = block.attention, state.at(0, variants[0])
+    projected = project_together(attention.inputs, block.attention_norm(x))
+    q, k, v = attention.rotate(attention.split_heads(projected), state)
+    kv = jnp.stack([k[:, 0], v[:, 0]], axis=1)  # [B, 2, K, H]
+    size, num_pages, kv_heads = (state.pages.shape[i] for i in (4, 1, 3))
+    places = places_of_new_tokens(
+        state.pages, state.table, state.lengths, state.num_new
+    )
+    page, within = jnp.divmod(places[: len(x)], 2 * kv_heads * size)
+    row = jnp.where(page >= 0, page * size + within, num_pages * size)
+    state = dataclasses.replace(state, pages=append_rows(state.pages, 0, row, kv))
+    queries: Any = padded_queries(q[:, 0], kv_heads)
+    residual = as_residual(x[:, 0])
+    tables: dict[Any, Any] = {}
+    for i, (block, variant) in enumerate(zip(blocks, variants, strict=True)):
+        following = None
+        if i + 1 < len(blocks):
+            table = _table(variants[i + 1], state, tables)
+            following = _projection(blocks[i + 1], variants[i + 1], table, None)
+        residual, queries, pages = attending_decode_layer(
+            queries,
+            residual,
+            _weights(block),
+            following,
+            _cache(state.at(i, variant), variant, places),
+            eps=block.mlp_norm.eps,
+        )
+        state = dataclasses.replace(state, pages=pages)
     return from_residual(residual, len(x))[:, None].astype(x.dtype), state
 
 
