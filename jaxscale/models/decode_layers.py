@@ -1,12 +1,13 @@
-"""Decoding a token of few requests: between two attentions a layer is one launch.
+"""Decoding a token of few requests: a layer is one launch.
 
-Layers as of LLaMA take `pallas_kernels.decode_layer` in place of ten launches: what
-follows the attention of a layer and what precedes that of the next are one kernel. It
-is for weights in bfloat16, dense or pruned, or all in the same 8 bits, and up to 64
-rows of one token; all else runs block by block (`jaxscale.models.stack`). On several
-GPUs that split heads and hidden features the kernel adds up over them, in the workspace
-of all-reduces (`jaxscale.sharding.decode_all_reduce`); pruned models are for one GPU.
-Of these, layers may keep dense weights, and only some of queries, keys and values be
+Layers as of LLaMA take `pallas_kernels.decode_layer` in place of twelve launches: what
+follows the attention of a layer and what precedes that of the next are one kernel. On
+one GPU, with dense weights and pages in bfloat16, the attention is in it, too. It is
+for weights in bfloat16, dense or pruned, or all in the same 8 bits, and up to 64 rows
+of one token; all else runs block by block (`jaxscale.models.stack`). On several GPUs
+that split heads and hidden features the kernel adds up over them, in the workspace of
+all-reduces (`jaxscale.sharding.decode_all_reduce`); pruned models are for one GPU. Of
+these, layers may keep dense weights, and only some of queries, keys and values be
 pruned: `share_out` plans for all weights alike how blocks of the GPU share them.
 
 Legend: B rows, T tokens of a row, D model.
@@ -26,7 +27,7 @@ from jaxtyping import Array, Float
 
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block
-from jaxscale.nn.cache import PagedRows
+from jaxscale.nn.cache import PagedRows, append_rows
 from jaxscale.nn.joined import JoinedLinear
 from jaxscale.nn.linear import (
     ColumnParallelLinear,
@@ -41,14 +42,19 @@ from jaxscale.sharding.decode_all_reduce import ReduceWorkspace
 from pallas_kernels.decode_layer import (
     LayerWeights,
     NextProjection,
+    PagedCache,
     SharedTileSparse,
     as_residual,
+    attending_decode_layer,
     declines,
     decode_layer,
     from_residual,
+    padded_queries,
+    places_of_new_tokens,
     rotation,
     tensor_parallel_decode_layer,
 )
+from pallas_kernels.decode_layer.config import padded_rows
 from pallas_kernels.decode_layer.shares import SHARED_TILE, plan_shares
 from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.tile_sparse_matmul import TileSparse
@@ -189,6 +195,9 @@ def run(
     block: Any = blocks[0]
     attention, axis, workspace = block.attention, _axis(block), state.workspace
     pruned = _are_pruned(blocks)
+    attends = implementation == "mosaic_gpu" and not pruned
+    if attends and _attends(blocks, x, state, variants):
+        return _run_attending(blocks, x, state, variants)
 
     def layer(
         attended: Array, residual: Array, layer: Any, following: Any, held: Any
@@ -270,6 +279,83 @@ def _pattern(layer: Any) -> Any:
     static = (layer.shape, layer.granularity, layer.equal_counts, layer.steps)
     values = jax.ShapeDtypeStruct(layer.values.shape[1:], layer.dtype)  # none is read
     return TileSparse.tree_unflatten(static, (values, *leaves))
+
+
+# --- With attention -------------------------------------------------------------------
+
+
+def _cache(state: PagedRows, variant: AttentionConfig, places: Array) -> PagedCache:
+    return PagedCache(
+        pages=state.pages,
+        layer=jnp.asarray(state.layer, jnp.int32),
+        table=state.table,
+        lengths=state.lengths,
+        num_new=state.num_new,
+        places=places,
+        scale=variant.logits_scale,
+        window=variant.window,
+        softcap=variant.softcap,
+    )
+
+
+def _attends(
+    blocks: Any, x: Array, state: PagedRows, variants: Sequence[AttentionConfig]
+) -> bool:
+    """Whether the attention of layers can be in their launches."""
+    rows = len(x)
+    if _axis(blocks[0]) is not None or len(state.lengths) != rows:
+        return False  # heads are split, or requests have drafts
+    state = state.at(0, variants[0])
+    places = jnp.zeros(padded_rows(rows), jnp.int32)
+    attended = jnp.zeros((rows, variants[0].num_heads * variants[0].head_dim), x.dtype)
+    residual = as_residual(x[:, 0])
+    table = _table(variants[0], state, {})
+    after = _projection(blocks[-1], variants[-1], table, None, pruned=False)
+    reason = declines(
+        attended,
+        residual,
+        _weights(blocks[0], pruned=False),
+        after,
+        cache=_cache(state, variants[0], places),
+    )
+    return reason is None
+
+
+def _run_attending(
+    blocks: Any, x: Array, state: PagedRows, variants: Sequence[AttentionConfig]
+) -> tuple[Array, PagedRows]:
+    """`run` with one launch a layer, its attention in it."""
+    block: Any = blocks[0]
+    attention, state = block.attention, state.at(0, variants[0])
+    projected = project_together(attention.inputs, block.attention_norm(x))
+    q, k, v = attention.rotate(attention.split_heads(projected), state)
+    kv = jnp.stack([k[:, 0], v[:, 0]], axis=1)  # [B, 2, K, H]
+    size, num_pages, kv_heads = (state.pages.shape[i] for i in (4, 1, 3))
+    places = places_of_new_tokens(
+        state.pages, state.table, state.lengths, state.num_new
+    )
+    page, within = jnp.divmod(places[: len(x)], 2 * kv_heads * size)
+    row = jnp.where(page >= 0, page * size + within, num_pages * size)
+    state = dataclasses.replace(state, pages=append_rows(state.pages, 0, row, kv))
+    queries: Any = padded_queries(q[:, 0], kv_heads)
+    residual = as_residual(x[:, 0])
+    tables: dict[Any, Any] = {}
+    for i, (block, variant) in enumerate(zip(blocks, variants, strict=True)):
+        following = None
+        if i + 1 < len(blocks):
+            table = _table(variants[i + 1], state, tables)
+            args = blocks[i + 1], variants[i + 1], table, None
+            following = _projection(*args, pruned=False)
+        residual, queries, pages = attending_decode_layer(
+            queries,
+            residual,
+            _weights(block, pruned=False),
+            following,
+            _cache(state.at(i, variant), variant, places),
+            eps=block.mlp_norm.eps,
+        )
+        state = dataclasses.replace(state, pages=pages)
+    return from_residual(residual, len(x))[:, None].astype(x.dtype), state
 
 
 # --- Several devices ------------------------------------------------------------------

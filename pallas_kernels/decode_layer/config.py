@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec, smem_bytes
+from pallas_kernels.paged_attention.problem import Cut
 
 
 GROUP = 64
@@ -76,6 +77,35 @@ class Kept:
     """All rows are kept, and lie as in a dense weight."""
 
 
+COLUMNS = 8
+"""Columns of a tensor-core instruction, for the queries of a key/value head."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cached:
+    """Attention over pages, of this layer and the next."""
+
+    heads: int
+    """N, query heads."""
+    kv_heads: int
+    head_dim: int
+    page: int
+    """G, tokens of a page."""
+    width: int
+    """W, pages of a row."""
+    num_pages: int
+    """Of a layer."""
+    cut: Cut
+    """How rows are cut into splits."""
+    scale: float
+    softcap: float | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // self.kv_heads
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
     """A layer: its sizes, and what the call leaves out."""
@@ -98,6 +128,8 @@ class Problem:
     """Devices that have a part of the layer each; the sizes are those of a part."""
     kept: tuple[tuple[Kept, ...], ...] = ()
     """The parts of tile-sparse weights: `out`, `gate_up`, `down` and, if any, `qkv`."""
+    cached: Cached | None = None
+    """Attention, if it is in the launch."""
 
     @property
     def weight_dtype(self) -> jnp.dtype:
@@ -483,9 +515,21 @@ class Schedule:
         return list(itertools.accumulate(units, initial=0))
 
     @property
-    def counters(self) -> int:
-        """One for each shared unit, each stage and each of two norms."""
+    def of_splits(self) -> int:
+        """The first counter of attention, after one for each shared unit, each stage
+        and each of two norms.
+        """
         return self.first_units[-1] + len(self.stages) + 2
+
+    @property
+    def counters(self) -> int:
+        """How many there are; of attention one for each half of each row and head, and
+        one for all.
+        """
+        c, halves = self.problem.cached, 0
+        if c is not None:
+            halves = 1 + WARPGROUPS * self.problem.m * c.kv_heads
+        return self.of_splits + halves
 
     @property
     def most_parts(self) -> int:
@@ -507,6 +551,8 @@ class Schedule:
             default = max(2, min(8, 96 // rows))
         elif self.problem.narrow:  # whose tiles are larger
             default = 4 if rows <= 24 else 3
+        elif self.problem.cached and 24 < rows <= 32:
+            default = 5
         else:
             default = 8 if rows <= 24 else 7 if rows <= 32 else 5
         return self.config.activation_slots or default
@@ -517,7 +563,8 @@ class Schedule:
         rows = self.problem.rows
         tiles = 2 if self.problem.kept else 1
         slot = smem_bytes((tiles, rows, self.tile_k), jnp.bfloat16)
-        return self.activation_slots * slot + 4096
+        attention = 0 if self.problem.cached is None else 7168
+        return self.activation_slots * slot + 4096 + attention
 
     @property
     def slot_bytes(self) -> int:

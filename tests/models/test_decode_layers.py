@@ -24,11 +24,11 @@ from pallas_kernels.tile_sparse_matmul import TileSparse
 from tests.decoding import decode, nan_pages
 from tests.interpreter import interpret_mosaic_gpu
 from tests.pallas_kernels.collective_matmul.test_low_latency import SMALL
-from tests.pallas_kernels.decode_layer import test_decode_layer
+from tests.pallas_kernels.decode_layer import test_attend, test_decode_layer
 from tests.tolerances import relative_error
 
 
-del test_decode_layer  # it has registered what the interpreter calls
+del test_attend, test_decode_layer  # they register what the interpreter calls
 
 
 def make(dtype=jnp.float32, **changes):
@@ -135,6 +135,22 @@ def test_few_rows_take_the_kernel_by_themselves(weights):
         with use_device(H200), recorded() as choices:
             jax.eval_shape(model.run_blocks, *step(model, rows))
         assert (("decode_layer", "mosaic_gpu") in choices) is takes
+
+
+def test_a_layer_with_its_attention_is_one_launch(monkeypatch):
+    monkeypatch.setattr(api, "check_hopper", lambda *_: SMALL)
+    model = make(jnp.bfloat16, **WIDE)
+    tokens = jax.random.randint(jax.random.key(1), (3, 6), 0, model.config.vocab_size)
+    model.decode_layer = None
+    want, pages = decode(model, tokens, 4, 1, 1, page_size=64)
+    model.decode_layer = "mosaic_gpu"
+    with interpret_mosaic_gpu(concurrent_blocks=True) as found:
+        logits, again = decode(model, tokens, 4, 1, 1, page_size=64)
+    assert found.kernels == 2 * 3  # layers of tokens
+    assert relative_error(logits, want) < 0.05
+    written = ~jnp.isnan(pages)
+    np.testing.assert_array_equal(written, ~jnp.isnan(again))
+    assert relative_error(again[written], pages[written]) < 0.05
 
 
 def on_devices(count, dtype=jnp.float32, **changes):

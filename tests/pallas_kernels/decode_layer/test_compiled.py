@@ -92,6 +92,12 @@ def test_parts_of_which_some_are_dense_are_one_launch(m):
     assert found.count("copy") == found.count("transpose") == 0
 
 
+@pytest.mark.parametrize("name", ["m32", *exhaustive("m1", "m1_int8", "m32_fp8")])
+def test_attention_in_the_launch_spills_nothing(name):
+    found = compile_for_h200(kernels, "decode_layer", f"llama3_8b_{name}_attending")
+    assert [(k.name, k.spilled) for k in found.kernels] == [("decode_layer", 0)]
+
+
 def layers_over_devices(devices, m, weights, count):
     """Two steps of two layers of LLaMA 3 8B, and between them what attention is."""
     mesh = jax.sharding.Mesh(np.array(devices), ("tensor",))
