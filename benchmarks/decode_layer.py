@@ -62,7 +62,8 @@ def inputs(params, key):
     def weight(name):
         k, n = s.products[name]
         if s.keep < 1:
-            return {name: tile_sparse(s, k, n, next(keys))}
+            after_norm = name in ("gate_up", "qkv")
+            return {name: tile_sparse(s, k, n, next(keys), after_norm)}
         made = normal(k, n, size=k**-0.5)
         if s.weights not in QUANTIZED:
             return {name: made}
@@ -91,7 +92,7 @@ def inputs(params, key):
     return normal(s.m, features), normal(s.m, s.d_model), angles, layer, projection
 
 
-def tile_sparse(s, k, n, key):
+def tile_sparse(s, k, n, key, after_norm):
     """A weight whose tiles keep random rows."""
     keys, tiles, room = jax.random.split(key, 3), n // 128, s.room(k)
     counts = jnp.full(tiles, room)
@@ -111,7 +112,7 @@ def tile_sparse(s, k, n, key):
         jnp.argsort(-counts) if s.uneven else None,
     )
     w = TileSparse.tree_unflatten(((k, n), 1, not s.uneven, None), leaves)
-    return share(w, DeviceSpec.current() or H200)
+    return share(w, DeviceSpec.current() or H200, after_norm=after_norm)
 
 
 def chain(params, run):
@@ -168,7 +169,7 @@ def blocks(params):
 
     def sparse(module, shared):
         return TileSparseLinear(
-            jax.tree.map(lambda leaf: leaf[None], shared.weight),
+            jax.tree.map(lambda leaf: leaf[None], shared.parts[0]),
             split=None,
             kernel_axes=module.kernel_axes,
             out_axes=module.out_axes,

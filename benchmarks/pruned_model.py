@@ -177,14 +177,8 @@ class Part:
             seed: Of the values.
             implementation: Of `tile_sparse_matmul`; None picks one.
         """
-        w = self.weight(seed)
-        values = (w.values * SCALE).astype(layer.dtype)
-        if isinstance(w, TileSparse):
-            w = TileSparse.stack([w.with_values(values)])
-        else:
-            w = jax.tree.map(lambda x: x[None], dataclasses.replace(w, values=values))
         return TileSparseLinear(
-            w,
+            _stacked(self.weight(seed), layer.dtype),
             split=None,
             kernel_axes=layer.kernel_axes,
             out_axes=layer.out_axes,
@@ -209,6 +203,16 @@ def _values(
     # dozens of shapes.
     key = jax.random.key(seed, impl="rbg")
     return jnp.where(kept, jax.random.normal(key, shape, jnp.bfloat16), 0)
+
+
+@functools.partial(jax.jit, static_argnums=1)  # one program for each shape
+def _stacked(weight: Any, dtype: Any) -> Any:
+    """A weight of the size that models are initialized with, as a layer has it."""
+    values = (weight.values * SCALE).astype(dtype)
+    if isinstance(weight, TileSparse):
+        return TileSparse.stack([weight.with_values(values)])
+    w = dataclasses.replace(weight, values=values)
+    return jax.tree.map(lambda leaf: leaf[None], w)
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

@@ -49,7 +49,9 @@ from pallas_kernels.collective_matmul.tunable import problems as collective_prob
 from pallas_kernels.decode_layer import (
     LayerWeights,
     NextProjection,
+    PagedCache,
     SharedTileSparse,
+    attending_decode_layer,
     decode_layer,
     share,
 )
@@ -375,6 +377,29 @@ def decode_layer_cases() -> Iterator[Case]:
         attended = array(s.m, s.heads * s.head_dim)
         residual = array(s.d_model, rows, dtype=FP32)
         yield Case(s.name, run, (attended, residual, layer, projection))
+        if s.context:
+            queries = array(s.m, s.kv_heads, 8, s.head_dim)
+            given = queries, residual, layer, projection, paged_cache(s)
+            run_attending = functools.partial(attending_decode_layer, eps=1e-5)
+            yield Case(f"{s.name}_attending", run_attending, given)
+
+
+def paged_cache(s: DecodeLayerSpec) -> PagedCache:
+    """The pages of as many requests, in two layers."""
+    width = -(-s.context // 64)
+
+    def integers(*shape: int) -> Any:
+        return array(*shape, dtype=jnp.dtype(jnp.int32))
+
+    return PagedCache(
+        pages=array(2, s.m * width, 2, s.kv_heads, 64, s.head_dim),
+        layer=integers(),
+        table=integers(s.m, width),
+        lengths=integers(s.m),
+        num_new=integers(s.m),
+        places=integers(max(s.m, 8)),
+        scale=s.head_dim**-0.5,
+    )
 
 
 def tile_sparse_shapes(shape: tuple[int, int], s: DecodeLayerSpec) -> SharedTileSparse:

@@ -132,7 +132,7 @@ CAPTION = (
 )
 
 
-CURVE = 3
+CURVE = 2
 """Pruned points below which a layer has no panel: the table has them."""
 
 LABELS = {"tw": (-6, 6), "tew": (-4, -11), "tw24": (-6, 6)}

@@ -1,12 +1,14 @@
-"""Decoding a token of few requests: between two attentions a layer is one launch.
+"""Decoding a token of few requests: a layer is one launch.
 
-Layers as of LLaMA take `pallas_kernels.decode_layer` in place of ten launches: what
-follows the attention of a layer and what precedes that of the next are one kernel. It
-is for weights in bfloat16, all dense or all tile-sparse, or all in the same 8 bits, and
-up to 64 rows of one token; all else runs block by block (`jaxscale.models.stack`). On
-several GPUs that split heads and hidden features the kernel adds up over them, in the
-workspace of all-reduces (`jaxscale.sharding.decode_all_reduce`); tile-sparse weights
-are for one GPU.
+Layers as of LLaMA take `pallas_kernels.decode_layer` in place of twelve launches: what
+follows the attention of a layer and what precedes that of the next are one kernel. On
+one GPU, with dense weights and pages in bfloat16, the attention is in it, too. It is
+for weights in bfloat16, dense or pruned, or all in the same 8 bits, and up to 64 rows
+of one token; all else runs block by block (`jaxscale.models.stack`). On several GPUs
+that split heads and hidden features the kernel adds up over them, in the workspace of
+all-reduces (`jaxscale.sharding.decode_all_reduce`); pruned models are for one GPU. Of
+these, layers may keep dense weights, and only some of queries, keys and values be
+pruned: `share_out` plans for all weights alike how blocks of the GPU share them.
 
 Legend: B rows, T tokens of a row, D model.
 """
@@ -18,32 +20,44 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxscale.nn.attention import AttentionConfig
 from jaxscale.nn.blocks import Block
-from jaxscale.nn.cache import PagedRows
+from jaxscale.nn.cache import PagedRows, append_rows
 from jaxscale.nn.joined import JoinedLinear
-from jaxscale.nn.linear import RowParallelLinear, project_together
+from jaxscale.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    project_together,
+)
 from jaxscale.nn.norms import RMSNorm
 from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import Attention
-from jaxscale.nn.tile_sparse_linear import TileSparseLinear
+from jaxscale.nn.tile_sparse_linear import SparsePattern, TileSparseLinear
 from jaxscale.sharding.decode_all_reduce import ReduceWorkspace
 from pallas_kernels.decode_layer import (
     LayerWeights,
     NextProjection,
+    PagedCache,
     SharedTileSparse,
     as_residual,
+    attending_decode_layer,
     declines,
     decode_layer,
     from_residual,
+    padded_queries,
+    places_of_new_tokens,
     rotation,
     tensor_parallel_decode_layer,
 )
-from pallas_kernels.decode_layer.shares import SHARED_TILE
+from pallas_kernels.decode_layer.config import padded_rows
+from pallas_kernels.decode_layer.shares import SHARED_TILE, plan_shares
 from pallas_kernels.mosaic import DeviceSpec
+from pallas_kernels.tile_sparse_matmul import TileSparse
 
 
 _log = logging.getLogger(__name__)
@@ -81,8 +95,7 @@ def faster(blocks: Any, rows: int) -> str | None:
     name = None if device is None else device.name
     if devices > 1 and (name, devices) not in _FASTER_OVER:
         return None
-    pruned = isinstance(blocks[0].attention.out, TileSparseLinear)  # not timed yet
-    return None if pruned else "mosaic_gpu"
+    return None if _are_pruned(blocks) else "mosaic_gpu"  # not timed yet
 
 
 def runs(
@@ -134,7 +147,7 @@ def takes(
         return False  # it rounds activations, too
     if implementation != "mosaic_gpu":
         return True
-    reasons = []
+    pruned, reasons = _are_pruned(blocks), []
 
     def ask(
         attended: Array, residual: Array, layer: Any, following: Any, held: Any
@@ -143,20 +156,24 @@ def takes(
         reasons.append(declines(*given, held and held.workspace, axis))
         return ()
 
-    def call(blocks: Any, workspace: Any) -> tuple[()]:
+    def call(block: Any, after: Any, workspace: Any) -> tuple[()]:
         variant = variants[-1]
         angles = jnp.zeros((len(x), variant.head_dim // 2))
-        after = _projection(blocks[-1], variant, rotation(angles), axis)
+        following = _projection(after, variant, rotation(angles), axis, pruned)
         features = variant.num_heads * variant.head_dim
         attended = jnp.zeros((len(x), features), x.dtype)
         residual = as_residual(jnp.zeros(x.shape, x.dtype))
-        given = attended, residual, _weights(blocks[0]), after, workspace
+        given = attended, residual, _weights(block, pruned), following, workspace
         return _over_devices(ask, axis, given, ())
 
-    jax.eval_shape(call, blocks, workspace)
-    if reasons[0] is not None:
-        _log.info("decoding block by block: %s", reasons[0])
-    return reasons[0] is None
+    # Layers of a pruned model differ in their sizes.
+    pairs = zip(blocks, (*blocks[1:], blocks[-1]), strict=True)
+    for pair in pairs if pruned else [(blocks[0], blocks[-1])]:
+        jax.eval_shape(call, *pair, workspace)
+        if reasons[-1] is not None:
+            _log.info("decoding block by block: %s", reasons[-1])
+            return False
+    return True
 
 
 def run(
@@ -177,6 +194,10 @@ def run(
     """
     block: Any = blocks[0]
     attention, axis, workspace = block.attention, _axis(block), state.workspace
+    pruned = _are_pruned(blocks)
+    attends = implementation == "mosaic_gpu" and not pruned
+    if attends and _attends(blocks, x, state, variants):
+        return _run_attending(blocks, x, state, variants)
 
     def layer(
         attended: Array, residual: Array, layer: Any, following: Any, held: Any
@@ -200,9 +221,9 @@ def run(
         if i + 1 < len(blocks):
             variant = variants[i + 1]
             table = _table(variant, state, tables)
-            following = _projection(blocks[i + 1], variant, table, axis)
+            following = _projection(blocks[i + 1], variant, table, axis, pruned)
         attended = attention.join_heads(out)[:, 0]
-        given = attended, residual, _weights(block), following, workspace
+        given = attended, residual, _weights(block, pruned), following, workspace
         spec = PartitionSpec(None, axis), PartitionSpec(None, None, axis)
         results = PartitionSpec(), following and spec, workspace and _everywhere()
         residual, heads, workspace = _over_devices(layer, axis, given, results)
@@ -211,6 +232,129 @@ def run(
             attention = blocks[i + 1].attention
             out, state = attention.attend_rotated(q, kv, state.at(i + 1, variant))
     state = dataclasses.replace(state, workspace=workspace)
+    return from_residual(residual, len(x))[:, None].astype(x.dtype), state
+
+
+# --- Pruned models --------------------------------------------------------------------
+
+
+def share_out(blocks: Any) -> None:
+    """Plans how the blocks of this GPU share the weights of a pruned model.
+
+    Where there is a GPU, and all layers are such as `pallas_kernels.decode_layer`
+    takes.
+
+    Args:
+        blocks: The blocks of a decoder, prepared for inference.
+    """
+    device = DeviceSpec.current()
+    if device is None or isinstance(blocks, Block) or not _are_pruned(blocks):
+        return
+    if not all(_is_plain(block, 1, pruned=True) for block in blocks):
+        return
+    for block in blocks:
+        shares = {}
+        for name, layers in _products(block).items():
+            patterns = [_pattern(layer) for layer in layers]
+            after_norm = name in ("qkv", "gate_up")
+            planned = plan_shares(patterns, device, after_norm=after_norm)
+            for field, array in zip(("rows", "plan"), planned, strict=True):
+                if array is None:
+                    continue
+                if not isinstance(array, Tracer):  # planned on the host
+                    where = jax.tree.leaves(layers[0])[0].sharding
+                    array = jax.device_put(array, where)
+                shares[f"{name}_{field}"] = SparsePattern(array)
+        block.shares = nnx.data(shares)
+
+
+def _pattern(layer: Any) -> Any:
+    """A weight, or of a tile-sparse one the pattern, on the host if it is known."""
+    if not isinstance(layer, TileSparseLinear):
+        return jax.ShapeDtypeStruct(layer.kernel.shape, layer.kernel.dtype)
+    variables = layer.rows, layer.counts, layer.columns, layer.places, layer.order
+    leaves = [None if leaf is None else leaf.get_value()[0] for leaf in variables]
+    if not any(isinstance(leaf, Tracer) for leaf in leaves):
+        leaves = jax.device_get(leaves)
+    static = (layer.shape, layer.granularity, layer.equal_counts, layer.steps)
+    values = jax.ShapeDtypeStruct(layer.values.shape[1:], layer.dtype)  # none is read
+    return TileSparse.tree_unflatten(static, (values, *leaves))
+
+
+# --- With attention -------------------------------------------------------------------
+
+
+def _cache(state: PagedRows, variant: AttentionConfig, places: Array) -> PagedCache:
+    return PagedCache(
+        pages=state.pages,
+        layer=jnp.asarray(state.layer, jnp.int32),
+        table=state.table,
+        lengths=state.lengths,
+        num_new=state.num_new,
+        places=places,
+        scale=variant.logits_scale,
+        window=variant.window,
+        softcap=variant.softcap,
+    )
+
+
+def _attends(
+    blocks: Any, x: Array, state: PagedRows, variants: Sequence[AttentionConfig]
+) -> bool:
+    """Whether the attention of layers can be in their launches."""
+    rows = len(x)
+    if _axis(blocks[0]) is not None or len(state.lengths) != rows:
+        return False  # heads are split, or requests have drafts
+    state = state.at(0, variants[0])
+    places = jnp.zeros(padded_rows(rows), jnp.int32)
+    attended = jnp.zeros((rows, variants[0].num_heads * variants[0].head_dim), x.dtype)
+    residual = as_residual(x[:, 0])
+    table = _table(variants[0], state, {})
+    after = _projection(blocks[-1], variants[-1], table, None, pruned=False)
+    reason = declines(
+        attended,
+        residual,
+        _weights(blocks[0], pruned=False),
+        after,
+        cache=_cache(state, variants[0], places),
+    )
+    return reason is None
+
+
+def _run_attending(
+    blocks: Any, x: Array, state: PagedRows, variants: Sequence[AttentionConfig]
+) -> tuple[Array, PagedRows]:
+    """`run` with one launch a layer, its attention in it."""
+    block: Any = blocks[0]
+    attention, state = block.attention, state.at(0, variants[0])
+    projected = project_together(attention.inputs, block.attention_norm(x))
+    q, k, v = attention.rotate(attention.split_heads(projected), state)
+    kv = jnp.stack([k[:, 0], v[:, 0]], axis=1)  # [B, 2, K, H]
+    size, num_pages, kv_heads = (state.pages.shape[i] for i in (4, 1, 3))
+    places = places_of_new_tokens(
+        state.pages, state.table, state.lengths, state.num_new
+    )
+    page, within = jnp.divmod(places[: len(x)], 2 * kv_heads * size)
+    row = jnp.where(page >= 0, page * size + within, num_pages * size)
+    state = dataclasses.replace(state, pages=append_rows(state.pages, 0, row, kv))
+    queries: Any = padded_queries(q[:, 0], kv_heads)
+    residual = as_residual(x[:, 0])
+    tables: dict[Any, Any] = {}
+    for i, (block, variant) in enumerate(zip(blocks, variants, strict=True)):
+        following = None
+        if i + 1 < len(blocks):
+            table = _table(variants[i + 1], state, tables)
+            args = blocks[i + 1], variants[i + 1], table, None
+            following = _projection(*args, pruned=False)
+        residual, queries, pages = attending_decode_layer(
+            queries,
+            residual,
+            _weights(block, pruned=False),
+            following,
+            _cache(state.at(i, variant), variant, places),
+            eps=block.mlp_norm.eps,
+        )
+        state = dataclasses.replace(state, pages=pages)
     return from_residual(residual, len(x))[:, None].astype(x.dtype), state
 
 
@@ -291,51 +435,74 @@ def _are_plain(
     blocks: Sequence[Any], variants: Sequence[AttentionConfig], devices: int
 ) -> bool:
     """Whether blocks are serial, with RMS norms of one epsilon before attention and a
-    SwiGLU network, dense, tile-sparse or all in the same 8 bits, heads are rotated as a
-    whole, and devices have as many of all.
+    SwiGLU network, in bfloat16 or all in the same 8 bits, heads are rotated as a whole,
+    and devices have as many of all.
     """
+    pruned = _are_pruned(blocks)
     norms = [n for b in blocks for n in (b.attention_norm, b.mlp_norm)]
     plain_norms = all(type(n) is RMSNorm and not n.plus_one for n in norms)
     return (
         plain_norms
         and len({norm.eps for norm in norms}) == 1
-        and all(_is_plain(block, devices) for block in blocks)
+        and all(_is_plain(block, devices, pruned) for block in blocks)
         and all(variant.num_kv_heads % devices == 0 for variant in variants)
-        and len({kind for block in blocks for kind in _kinds(block)}) == 1
+        and len({dtype for block in blocks for dtype in _dtypes(block)}) == 1
         and all(map(_rotates_heads, variants))
     )
 
 
-def _is_plain(block: Any, devices: int) -> bool:
+def _is_plain(block: Any, devices: int, pruned: bool) -> bool:
     attention, mlp = block.attention, block.mlp
+    if type(attention) is not Attention or mlp.activation != "swiglu":
+        return False
+    products = _products(block)
+    qkv, gate_up = products["qkv"], products["gate_up"]
+    layers = [layer for several in products.values() for layer in several]
+    # Only joined layers have a bias that the kernel adds.
+    biased = (attention.out, mlp.down, *gate_up, *(qkv if len(qkv) > 1 else ()))
     more = (
         block.attention_out_norm,
         block.mlp_out_norm,
         attention.query_norm,
         attention.key_norm,
-        attention.out.bias,
-        mlp.down.bias,
+        *(layer.bias for layer in biased),
     )
-    joined, rows = (attention.joined, mlp.joined), (attention.out, mlp.down)
-    layers = *joined, *rows
+    if pruned:
+        fits = all(_is_one_shard(layer) or _is_dense(layer) for layer in layers)
+    else:
+        are_joined = len(layers) == len(products)
+        fits = are_joined and (
+            all(map(_is_whole, layers)) or all(map(_is_dense, layers))
+        )
     return (
         not (block.parallel or block.post_norm)
-        and type(attention) is Attention
-        and attention.query is None  # it may be pruned
-        and mlp.activation == "swiglu"
-        and (
-            all(map(_is_whole, layers))
-            or all(map(_is_one_shard, layers))
-            or (
-                all(type(layer) is JoinedLinear for layer in joined)
-                and all(type(layer) is RowParallelLinear for layer in rows)
-                and all(layer.dtype == layer.kernel.dtype for layer in layers)
-            )
-        )
-        and all(getattr(layer, "shards", 1) == devices for layer in joined)
+        and fits
+        and all(getattr(layer, "shards", 1) == devices for layer in (*qkv, *gate_up))
         and all(getattr(layer, "low_rank", None) is None for layer in layers)
-        and all(part is None for part in (*more, mlp.joined.bias))
+        and all(part is None for part in more)
     )
+
+
+def _products(block: Any) -> dict[str, tuple[Any, ...]]:
+    """The layers of each matmul of the kernel, whose outputs lie side by side."""
+    attention, mlp = block.attention, block.mlp
+    return {
+        "out": (attention.out,),
+        "gate_up": mlp.inputs,
+        "down": (mlp.down,),
+        "qkv": attention.inputs,
+    }
+
+
+def _are_pruned(blocks: Sequence[Any]) -> bool:
+    """Whether a layer of any block is tile-sparse."""
+    modules = (part for block in blocks for _, part in nnx.iter_modules(block))
+    return any(isinstance(part, TileSparseLinear) for part in modules)
+
+
+def _is_dense(layer: Any) -> bool:
+    dense = JoinedLinear, ColumnParallelLinear, RowParallelLinear
+    return type(layer) in dense and layer.dtype == layer.kernel.dtype
 
 
 def _is_one_shard(layer: Any) -> bool:
@@ -358,14 +525,11 @@ def _is_whole(layer: Any) -> bool:
     )
 
 
-def _kinds(block: Any) -> list[Any]:
-    attention, mlp = block.attention, block.mlp
-    layers = attention.joined, attention.out, mlp.joined, mlp.down
+def _dtypes(block: Any) -> list[Any]:
     return [
-        (TileSparseLinear, layer.values.dtype)
-        if isinstance(layer, TileSparseLinear)
-        else (type(layer) is QuantizedLinear, layer.kernel.dtype)
-        for layer in layers
+        (layer.values if isinstance(layer, TileSparseLinear) else layer.kernel).dtype
+        for several in _products(block).values()
+        for layer in several
     ]
 
 
@@ -378,30 +542,40 @@ def _rotates_heads(config: AttentionConfig) -> bool:
     )
 
 
-def _weights(block: Any) -> LayerWeights:
+def _weights(block: Any, pruned: bool) -> LayerWeights:
     return LayerWeights(
         mlp_norm=block.mlp_norm.scale[...],
-        **_kernel("out", block.attention.out),
-        **_kernel("gate_up", block.mlp.joined),
-        **_kernel("down", block.mlp.down),
+        **_kernel(block, "out", pruned),
+        **_kernel(block, "gate_up", pruned),
+        **_kernel(block, "down", pruned),
     )
 
 
-def _sparse(layer: TileSparseLinear) -> SharedTileSparse:
-    """The one shard of a weight."""
-    plan = None if layer.plan is None else layer.plan[...]
-    weight, plan = jax.tree.map(lambda leaf: leaf[0], (layer.weight, plan))
-    return SharedTileSparse(weight=weight, plan=plan)
-
-
-def _kernel(name: str, layer: Any) -> dict[str, Any]:
+def _kernel(block: Any, name: str, pruned: bool) -> dict[str, Any]:
     """A weight, and its scales if it has 8 bits."""
-    if isinstance(layer, TileSparseLinear):
-        return {name: _sparse(layer)}
+    layers = _products(block)[name]
+    if pruned:
+        shares = {} if block.shares is None else block.shares
+        planned = {
+            field: shares[key][...] if (key := f"{name}_{field}") in shares else None
+            for field in ("rows", "plan")
+        }
+        parts = tuple(
+            _first_shard(layer.weight)
+            if isinstance(layer, TileSparseLinear)
+            else layer.kernel[...]
+            for layer in layers
+        )
+        return {name: SharedTileSparse(parts=parts, **planned)}
+    (layer,) = layers
     found = {name: layer.kernel[...]}
     if isinstance(layer, QuantizedLinear):
         found[f"{name}_scale"] = layer.scale[...]
     return found
+
+
+def _first_shard(weight: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[0], weight)
 
 
 def _table(
@@ -423,16 +597,17 @@ def _projection(
     config: AttentionConfig,
     table: tuple[Array, Array],
     axis: str | None,
+    pruned: bool,
 ) -> NextProjection:
     """What precedes the attention of a block, with the heads of a device."""
-    joined, (cos, sin) = block.attention.joined, table
+    bias, (cos, sin) = block.attention.inputs[0].bias, table
     return NextProjection(
         norm=block.attention_norm.scale[...],
-        **_kernel("qkv", joined),
-        bias=None if joined.bias is None else joined.bias[...],
+        **_kernel(block, "qkv", pruned),
+        bias=None if bias is None else bias[...],
         cos=cos,
         sin=sin,
-        out=_kernel("out", block.attention.out)["out"],
+        out=_kernel(block, "out", pruned)["out"],
         heads=config.num_heads // _devices(axis),
         kv_heads=config.num_kv_heads // _devices(axis),
     )

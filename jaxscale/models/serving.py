@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxscale.models.config import DecoderConfig
+from jaxscale.models.decode_layers import share_out
 from jaxscale.models.stack import unstacked
 from jaxscale.models.vocabulary import fitted, ways_of
 from jaxscale.nn.blocks import MLP, Block
@@ -20,7 +21,7 @@ from jaxscale.nn.joined import can_join
 from jaxscale.nn.linear import Linear
 from jaxscale.nn.quantized_linear import QuantizedLinear
 from jaxscale.nn.self_attention import Attention
-from jaxscale.nn.tile_sparse_linear import TileSparseLinear, can_join_sparse
+from jaxscale.nn.tile_sparse_linear import can_join_sparse
 from jaxscale.sharding.parameters import place, shardings
 from jaxscale.sharding.rules import AxisRules
 
@@ -57,9 +58,7 @@ def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> 
             result = place(result, mesh, rules)
     result = compiled(lambda model: prepared_model(model, sizes), result, mesh, rules)
     if not sizes:
-        for _, part in nnx.iter_modules(result):
-            if isinstance(part, TileSparseLinear):
-                part.share_out()
+        share_out(result.blocks)
     return result
 
 

@@ -453,6 +453,9 @@ class Block(nnx.Module):
         check_type("config", config, BlockConfig, "model_config.block() makes one")
         self.parallel = config.parallel
         self.post_norm = config.post_norm
+        self.shares: Any = None
+        """How the blocks of a GPU share pruned weights in a launch that decodes a
+        layer; see `jaxscale.models.decode_layers.share_out`."""
         out_init = jax.nn.initializers.normal(0.02 / math.sqrt(2 * config.num_layers))
 
         def norm() -> RMSNorm | LayerNorm:

@@ -466,6 +466,16 @@ class Attention(nnx.Module):
 
         return self._over_heads(local, state, heads, (Q_AXES, KV_AXES, KV_AXES))
 
+    def rotate(
+        self, heads: Sequence[Float[Array, "B T _heads H"]], state: AttentionState
+    ) -> tuple[Float[Array, "B T _heads H"], ...]:
+        """Queries, keys and values from `split_heads`, rotated by their positions, of
+        which one device has all.
+        """
+        q, k, v = heads
+        config = self.config if state.variant is None else state.variant
+        return *_rotate(config, q, k, state), v
+
     def attend_rotated[State: AttentionState](
         self,
         q: Float[Array, "B T N H"],

@@ -10,16 +10,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxscale.sharding.operations import constrain, reshape
 from jaxscale.sharding.rules import REPLICATED, AxisRules, check_axes
 from jaxscale.sharding.shards import per_shard
-from pallas_kernels.decode_layer.shares import SHARED_TILE, plan_shares
 from pallas_kernels.matmul.activations import activate
-from pallas_kernels.mosaic import DeviceSpec
 from pallas_kernels.tile_sparse_matmul import (
     TileSparse,
     TileSparse24,
@@ -120,37 +117,6 @@ class TileSparseLinear(nnx.Module):
         self.columns = optional(kept.columns)
         self.places = optional(kept.places)
         self.order = optional(kept.order)
-        self.plan: Any = None
-        """How the blocks of a GPU share the weight in a launch that decodes a layer;
-        see `share_out`."""
-
-    def share_out(self) -> None:
-        """Plan how the blocks of this GPU share the weight, for inference.
-
-        Where there is a GPU, and one shard of tiles that
-        `pallas_kernels.decode_layer` takes.
-        """
-        device, whole = DeviceSpec.current(), len(self.values.shape) == 4
-        if device is None or self.metadata is not None or not whole:
-            return
-        shards, *_, tile = shape = self.values.shape
-        if shards != 1 or tile != SHARED_TILE:
-            return
-        pattern = self.rows, self.counts, self.columns, self.places, self.order
-        leaves = [None if leaf is None else leaf.get_value() for leaf in pattern]
-        static = (self.shape, self.granularity, self.equal_counts, self.steps)
-        values = jax.ShapeDtypeStruct(shape[1:], self.dtype)  # it does not read any
-
-        def plan(leaves: Any) -> Any:
-            weight = TileSparse.tree_unflatten(static, (values, *leaves))
-            return plan_shares(weight, device)[None]
-
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
-            made: Any = plan(_first(leaves))
-        else:  # planned on the host
-            made = plan(_first(jax.device_get(leaves)))
-            made = jax.device_put(made, self.rows.get_value().sharding)
-        self.plan = nnx.data(SparsePattern(made))
 
     @property
     def weight(self) -> Any:
@@ -252,11 +218,6 @@ class TileSparseLinear(nnx.Module):
             # [N, 1, 1] beside [N, B, T], or [N] beside [B, T, N].
             out = out + (bias[:, None, None] if feature_major[1] else bias)
         return activate(out, activation) if by_rows else out
-
-
-def _first(leaves: Any) -> Any:
-    """Those of the first shard."""
-    return jax.tree.map(lambda leaf: leaf[0], leaves)
 
 
 def join_sparse(layers: Sequence[TileSparseLinear]) -> TileSparseLinear:

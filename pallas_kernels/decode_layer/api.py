@@ -6,6 +6,7 @@ values.
 """
 
 import dataclasses
+import math
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -13,24 +14,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.collective_matmul.all_reduce import AllReduceWorkspace
 from pallas_kernels.collective_matmul.config import Call
 from pallas_kernels.collective_matmul.ops import check_mesh
 from pallas_kernels.decode_layer import mosaic_gpu, xla
 from pallas_kernels.decode_layer.config import (
+    COLUMNS,
     GROUP,
+    WARPGROUPS,
+    Cached,
     DecodeLayerConfig,
     Kept,
     Problem,
     padded_rows,
+    part_names,
 )
 from pallas_kernels.decode_layer.shares import SHARED_TILE, SharedTileSparse
 from pallas_kernels.dispatch import Unsupported, dispatch, no_config, no_derivative
 from pallas_kernels.mosaic import DeviceSpec, check_hopper
+from pallas_kernels.paged_attention.config import default_split
+from pallas_kernels.paged_attention.problem import Cut
 from pallas_kernels.partition import check_local
 from pallas_kernels.quantized_matmul.api import WEIGHT_DTYPES
+from pallas_kernels.tile_sparse_matmul import TileSparse
 from pallas_kernels.tuned_configs import check_config
 
 
@@ -42,9 +50,10 @@ from pallas_kernels.tuned_configs import check_config
 class LayerWeights:
     """Weights of a layer after its attention; all but the norm in one type.
 
-    A projection may be a `TileSparse` that blocks `share`; all are, or none. Weights of
-    int8 or float8_e4m3fn are turned, [features,inputs], as those of
-    `pallas_kernels.quantized_matmul`, and all have scales of their features, in fp32.
+    A projection may be `TileSparse`, or several weights of which some are dense, that
+    blocks `share`; all are shared, or none. Weights of int8 or float8_e4m3fn are
+    turned, [features,inputs], as those of `pallas_kernels.quantized_matmul`, and all
+    have scales of their features, in fp32.
     """
 
     out: Shaped[Array, "NH D"] | SharedTileSparse
@@ -80,6 +89,75 @@ class NextProjection:
     """N."""
     kv_heads: int = dataclasses.field(metadata={"static": True})
     """K."""
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedCache:
+    """Keys and values of the requests, as `pallas_kernels.paged_attention` has them."""
+
+    pages: Float[Array, "L P 2 K G H"]
+    """In bfloat16."""
+    layer: Int[Array, ""]
+    """Which layer it is."""
+    table: Int[Array, "M W"]
+    """The pages of each request."""
+    lengths: Int[Array, "M"]
+    """Tokens of each request before the newest."""
+    num_new: Int[Array, "M"]
+    """1, or 0 of rows without a request."""
+    places: Int[Array, "R"]
+    """See `places_of_new_tokens`."""
+    scale: float = dataclasses.field(metadata={"static": True})
+    """Factor of ``q . k``."""
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    """Tokens that a query attends to, itself included."""
+    softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
+    """Bound on the magnitude of scores."""
+
+
+def places_of_new_tokens(
+    pages: Shaped[Array, "L P 2 K G H"],
+    table: Int[Array, "M W"],
+    lengths: Int[Array, "M"],
+    num_new: Int[Array, "M"],
+) -> Int[Array, "R"]:
+    """Where the newest token of each request belongs, in rows of a layer's pages.
+
+    Negative of those that belong nowhere.
+
+    Args:
+        pages: of which the shape counts.
+        table: as in `PagedCache`.
+        lengths: as there.
+        num_new: as there.
+    """
+    _, num_pages, _, kv_heads, size, _ = pages.shape
+    index = jnp.minimum(lengths // size, table.shape[1] - 1)
+    page = jnp.take_along_axis(table, index[:, None], axis=1)[:, 0]
+    belongs = (num_new > 0) & (lengths < table.shape[1] * size)
+    belongs &= (page >= 0) & (page < num_pages)
+    place = page * (2 * kv_heads * size) + lengths % size
+    place = jnp.where(belongs, place, -1)
+    more = padded_rows(len(place)) - len(place)
+    return jnp.pad(place, (0, more), constant_values=-1)
+
+
+def padded_queries(q: Float[Array, "M N H"], kv_heads: int) -> Float[Array, "M K 8 H"]:
+    """Queries as `attending_decode_layer` takes them, 8 of each key/value head.
+
+    Args:
+        q: queries, rotated.
+        kv_heads: K.
+
+    Example:
+        >>> padded_queries(jnp.ones((2, 8, 128)), 2).shape
+        (2, 2, 8, 128)
+    """
+    m, heads, head_dim = q.shape
+    q = q.reshape(m, kv_heads, heads // kv_heads, head_dim)
+    return jnp.pad(q, ((0, 0), (0, 0), (0, COLUMNS - q.shape[2]), (0, 0)))
 
 
 def as_residual(x: Float[Array, "M D"]) -> Float[Array, "D R"]:
@@ -169,6 +247,154 @@ def decode_layer(
     return _run(given, None, _Call(eps, config), implementation)[:2]
 
 
+def attending_decode_layer(
+    queries: Float[Array, "M K 8 H"],
+    residual: Float[Array, "D R"],
+    layer: LayerWeights,
+    projection: NextProjection | None,
+    cache: PagedCache,
+    *,
+    eps: float,
+    config: DecodeLayerConfig | None = None,
+) -> tuple[
+    Float[Array, "D R"],
+    Float[Array, "M K 8 H"] | None,
+    Float[Array, "L P 2 K G H"],
+]:
+    """`decode_layer` with the attention before it in the same launch.
+
+    The newest token of each request is in the pages already. Keys and values that the
+    next layer attends to are put there, not returned.
+
+    Args:
+        queries: [M,K,8,H], the queries of this layer, from `padded_queries` or the call
+            before.
+        residual: as there.
+        layer: as there.
+        projection: as there.
+        cache: where keys and values are.
+        eps: as there.
+        config: as there.
+
+    Returns:
+        ``(residual, queries, pages)``: [D,R] fp32; the next layer's queries, or None;
+        the pages, with the newest token of the next layer.
+
+    Raises:
+        ValueError: as there.
+        Unsupported: the kernel cannot serve the arguments here; see `decode_layer` and
+            `declines`.
+        NotImplementedError: the call is differentiated.
+    """
+    check_config("decode_layer", config, DecodeLayerConfig)
+    features = layer.out.shape[1 if layer.out.dtype.itemsize == 1 else 0]
+    # Of what is not there the sizes count.
+    attended = jnp.zeros((len(queries), features), queries.dtype)
+    given = attended, residual, layer, projection
+    problem = _problem(*given, devices=1)
+    message = "attending_decode_layer has no derivatives: it is for inference"
+    residual, q, pages = dispatch(
+        "decode_layer",
+        {"mosaic_gpu": _attending},
+        "mosaic_gpu",
+        no_derivative(_operands(*given), message),
+        queries,
+        cache,
+        problem,
+        _Call(eps, config),
+    )
+    return residual, None if q is None else q.reshape(queries.shape), pages
+
+
+def _attending(
+    operands: dict[str, Any],
+    queries: Array,
+    cache: PagedCache,
+    problem: Problem,
+    call: "_Call",
+) -> tuple[Array, Array | None, Array]:
+    device = _check_kernel(operands, problem, None, None)
+    if call.config is not None and call.config.tile_k is not None:
+        raise Unsupported(
+            f"decode_layer: tile_k={call.config.tile_k} with attention in the launch,"
+            " expected None: keys lie where weights do"
+        )
+    problem = _with_attention(problem, queries.shape, cache, device)
+    del operands["attended"]
+    operands |= {
+        "queries": queries.reshape(-1, *queries.shape[-2:]),
+        "table": cache.table.reshape(-1),
+        "layer": cache.layer.reshape(1),
+        "lengths": cache.lengths,
+        "num_new": cache.num_new,
+        "places": cache.places,
+    }
+    residual, q, lines, _ = mosaic_gpu.decode_layer(
+        operands,
+        problem=problem,
+        config=call.config or DecodeLayerConfig(),
+        device=device,
+        eps=call.eps,
+        pages=cache.pages.reshape(-1, *cache.pages.shape[-2:]),
+    )
+    assert lines is not None
+    return residual, q, lines.reshape(cache.pages.shape)
+
+
+def _with_attention(
+    problem: Problem,
+    queries: tuple[int, ...],
+    cache: PagedCache,
+    device: DeviceSpec,
+) -> Problem:
+    """A problem whose attention is in the launch.
+
+    Raises:
+        ValueError: shapes disagree.
+        Unsupported: the kernel cannot serve them.
+    """
+    m, kv_heads, columns, head_dim = queries
+    _, num_pages, _, of_pages, page, features = cache.pages.shape
+    heads = problem.features // head_dim
+    if (of_pages, features, columns) != (kv_heads, head_dim, COLUMNS):
+        raise ValueError(
+            f"queries {queries} and pages {cache.pages.shape}: expected"
+            f" [M,K,{COLUMNS},H] and [L,P,2,K,G,H]"
+        )
+    width = cache.table.shape[1]
+    split = min(default_split(m, kv_heads, page, device.num_sms) // 2, MOST_SPLIT)
+    reasons = {
+        f"pages of {cache.pages.dtype.name} with {page} tokens, in-launch attention"
+        f" takes bfloat16 and multiples of {GROUP}": (
+            cache.pages.dtype == jnp.bfloat16 and page % GROUP == 0
+        ),
+        f"{heads} heads of {head_dim} in {kv_heads} groups, in-launch attention takes"
+        f" heads of {WARPGROUPS * GROUP} and up to {COLUMNS} in a group": (
+            head_dim == WARPGROUPS * GROUP
+            and heads % kv_heads == 0
+            and heads // kv_heads <= COLUMNS
+        ),
+        "tile-sparse weights, in-launch attention takes dense ones": not problem.kept,
+        f"{math.prod(cache.pages.shape[:5])} rows of pages, in-launch attention counts"
+        " to 2**31": math.prod(cache.pages.shape[:5]) < 2**31,
+    }
+    for reason, fits in reasons.items():
+        if not fits:
+            raise Unsupported(f"decode_layer: {reason}; use decode_layer")
+    cached = Cached(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page=page,
+        width=width,
+        num_pages=num_pages,
+        cut=Cut(split, 1, width * page, cache.window),
+        scale=cache.scale,
+        softcap=cache.softcap,
+    )
+    return dataclasses.replace(problem, cached=cached)
+
+
 def tensor_parallel_decode_layer(
     attended: Float[Array, "M NH"],
     residual: Float[Array, "D R"],
@@ -233,6 +459,7 @@ def declines(
     projection: NextProjection | None = None,
     workspace: AllReduceWorkspace | None = None,
     axis_name: str | None = None,
+    cache: PagedCache | None = None,
 ) -> str | None:
     """Why the kernel cannot serve a call of `decode_layer` here; None if it can.
 
@@ -243,11 +470,16 @@ def declines(
         projection: as there.
         workspace: of `tensor_parallel_decode_layer`, where it is this that is called.
         axis_name: as there.
+        cache: of `attending_decode_layer`, where it is this that is called.
     """
     given = attended, residual, layer, projection
     problem = _problem(*given, devices=_devices(axis_name))
     try:
-        _check_kernel(_operands(*given), problem, workspace, axis_name)
+        device = _check_kernel(_operands(*given), problem, workspace, axis_name)
+        if cache is not None:
+            kv_heads, _, head_dim = cache.pages.shape[3:]
+            shape = len(attended), kv_heads, COLUMNS, head_dim
+            _with_attention(problem, shape, cache, device)
     except Unsupported as reason:
         return str(reason)
     return None
@@ -309,35 +541,33 @@ def _arrays(operands: dict[str, Any]) -> dict[str, Array]:
         if not isinstance(value, SharedTileSparse):
             found[name] = value
             continue
-        w = value.weight
+        parts: Any = value.parts
+        values = [w.values if isinstance(w, TileSparse) else w for w in parts]
         if name == "next_out":  # as rows of 8 KiB
-            found[name] = w.values.reshape(-1, 32 * w.tile)
-        else:
-            found |= {name: w.values, f"{name}_rows": w.rows}
-            found[f"{name}_plan"] = value.plan
+            found[name] = values[0].reshape(-1, 32 * SHARED_TILE)
+            continue
+        found |= zip(part_names(name, values), values, strict=True)
+        rows = parts[0].rows if value.rows is None else value.rows
+        found[f"{name}_rows"] = rows.reshape(-1, math.gcd(rows.size, 1024))  # 4 KiB
+        found[f"{name}_plan"] = value.plan
     return found
 
 
-def _kept(weights: list[Any]) -> tuple[Kept, ...]:
+def _kept(weights: list[Any]) -> tuple[tuple[Kept, ...], ...]:
     """Sizes of tile-sparse weights; () of dense ones.
 
     Raises:
-        ValueError: some are dense, or a weight is stacked or has other tiles.
+        ValueError: some are arrays, or a weight is stacked or has other tiles.
     """
-    sparse = [w.weight for w in weights if isinstance(w, SharedTileSparse)]
-    if not sparse:
-        return ()
-    if len(sparse) < len(weights):
+    sparse = [w for w in weights if isinstance(w, SharedTileSparse)]
+    if sparse and len(sparse) < len(weights):
         names = sorted({type(w).__name__ for w in weights})
-        raise ValueError(f"weights of {names}: all are tile-sparse, or none is")
-    for w in sparse:
-        if w.values.ndim != 3 or w.tile != SHARED_TILE:
-            raise ValueError(
-                f"a tile-sparse weight has values of shape {w.values.shape}, expected"
-                f" [T,P,{SHARED_TILE}]; prune with such tiles"
-            )
-    return tuple(Kept(w.tiles, w.room) for w in sparse)
+        raise ValueError(f"weights of {names}: all are shared, or none is; see share")
+    return tuple(w.kept for w in sparse)
 
+
+MOST_SPLIT = 1024
+"""Tokens of a split of attention within the launch, at most."""
 
 _WEIGHTS = ("bfloat16", *WEIGHT_DTYPES)
 """Types of weights of the kernel."""
@@ -462,11 +692,11 @@ def _check_kernel(
     for name, w in operands.items():
         if not isinstance(w, SharedTileSparse):
             continue
-        workers = None if w.shares is None else w.shares.workers
-        if workers != device.num_sms:
+        if w.workers != device.num_sms:
             raise Unsupported(
-                f"decode_layer: {name} is shared by {workers} blocks and {device.name}"
-                f" has {device.num_sms} multiprocessors; call share for it"
+                f"decode_layer: {name} is shared by {w.workers} blocks and"
+                f" {device.name} has {device.num_sms} multiprocessors; call share for"
+                " it"
             )
     if axis_name is not None:
         over = Call.over(axis_name, out_dtype=jnp.dtype(jnp.bfloat16), device=device)

@@ -6,6 +6,7 @@ dim.
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax import lax
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import DeviceSpec, smem_bytes
+from pallas_kernels.paged_attention.problem import Cut
 
 
 GROUP = 64
@@ -66,11 +68,42 @@ class DecodeLayerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """Sizes of a tile-sparse weight."""
+    """Sizes of a part of a tile-sparse weight: some of its output features."""
 
     tiles: int
     room: int
     """The most rows that a tile may keep: a multiple of 64."""
+    dense: bool = False
+    """All rows are kept, and lie as in a dense weight."""
+
+
+COLUMNS = 8
+"""Columns of a tensor-core instruction, for the queries of a key/value head."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cached:
+    """Attention over pages, of this layer and the next."""
+
+    heads: int
+    """N, query heads."""
+    kv_heads: int
+    head_dim: int
+    page: int
+    """G, tokens of a page."""
+    width: int
+    """W, pages of a row."""
+    num_pages: int
+    """Of a layer."""
+    cut: Cut
+    """How rows are cut into splits."""
+    scale: float
+    softcap: float | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // self.kv_heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,8 +126,10 @@ class Problem:
     """Type of the weights: that, or int8 or float8_e4m3fn with scales."""
     devices: int = 1
     """Devices that have a part of the layer each; the sizes are those of a part."""
-    kept: tuple[Kept, ...] = ()
-    """Of tile-sparse weights: `out`, `gate_up`, `down` and, if any, `qkv`."""
+    kept: tuple[tuple[Kept, ...], ...] = ()
+    """The parts of tile-sparse weights: `out`, `gate_up`, `down` and, if any, `qkv`."""
+    cached: Cached | None = None
+    """Attention, if it is in the launch."""
 
     @property
     def weight_dtype(self) -> jnp.dtype:
@@ -138,7 +173,7 @@ class Problem:
             ),
         }
         if self.kept:
-            rooms = [kept.room for kept in self.kept]
+            rooms = [part.room for kept in self.kept for part in kept]
             reasons[f"tiles of at most {rooms} rows, expected multiples of {GROUP}"] = (
                 all(room > 0 and room % GROUP == 0 for room in rooms)
             )
@@ -157,6 +192,16 @@ def padded_rows(m: int) -> int:
         (8, 32)
     """
     return -(-m // 8) * 8
+
+
+def part_names(weight: str, parts: Sequence[Any]) -> list[str]:
+    """The operands that hold the values of a weight's parts.
+
+    Example:
+        >>> part_names("qkv", "abc"), part_names("out", ())
+        (['qkv', 'qkv_1', 'qkv_2'], ['out'])
+    """
+    return [weight, *(f"{weight}_{i}" for i in range(1, len(parts)))]
 
 
 def quotient(number: Any, by: int) -> Any:
@@ -218,9 +263,9 @@ class Stage:
     """Groups between the two of a unit; 0 where they are neighbours."""
     over_devices: int | None = None
     """Which sum over devices the sums are parts of, 0 or 1; None: they are whole."""
-    sparse_tiles: int = 0
-    """Tiles of a tile-sparse weight, which blocks share as `shares` says: `k` is the
-    most rows that one keeps, and parts of all sums go through memory. 0 of others."""
+    kept: tuple[Kept, ...] = ()
+    """The parts of a tile-sparse weight, which blocks share as `shares` says: `k` is
+    the most rows that a tile keeps, and the sums of all blocks go through memory."""
     tile_k: int = 64
     workers: int = 1
     """Blocks."""
@@ -232,6 +277,11 @@ class Stage:
         return self.k // self.tile_k
 
     @property
+    def sparse_tiles(self) -> int:
+        """Tiles of a tile-sparse weight."""
+        return sum(part.tiles for part in self.kept)
+
+    @property
     def columns(self) -> int:
         """Columns of tiles."""
         return self.n // (TILE_GROUPS * GROUP)
@@ -239,7 +289,7 @@ class Stage:
     @property
     def whole(self) -> int:
         """Columns of which every block has as many, as a whole."""
-        return 0 if self.sparse_tiles else self.columns // self.workers
+        return 0 if self.kept else self.columns // self.workers
 
     @property
     def shared(self) -> int:
@@ -316,7 +366,7 @@ class Stage:
     @property
     def direct(self) -> bool:
         """Whether all units are finished from registers."""
-        return self.split <= 1 and not self.sparse_tiles
+        return self.split <= 1 and not self.kept
 
     @property
     def parts(self) -> int:
@@ -407,7 +457,7 @@ class Schedule:
             if not p.kept:
                 return {"k": k}
             kept = p.kept[number]
-            return {"k": kept.room, "sparse_tiles": kept.tiles}
+            return {"k": max(part.room for part in kept), "kept": kept}
 
         found = [
             Stage(
@@ -465,9 +515,21 @@ class Schedule:
         return list(itertools.accumulate(units, initial=0))
 
     @property
-    def counters(self) -> int:
-        """One for each shared unit, each stage and each of two norms."""
+    def of_splits(self) -> int:
+        """The first counter of attention, after one for each shared unit, each stage
+        and each of two norms.
+        """
         return self.first_units[-1] + len(self.stages) + 2
+
+    @property
+    def counters(self) -> int:
+        """How many there are; of attention one for each half of each row and head, and
+        one for all.
+        """
+        c, halves = self.problem.cached, 0
+        if c is not None:
+            halves = 1 + WARPGROUPS * self.problem.m * c.kv_heads
+        return self.of_splits + halves
 
     @property
     def most_parts(self) -> int:
@@ -476,8 +538,8 @@ class Schedule:
         Who stores a part multiplies what all have made of the parts before.
         """
         if self.problem.kept:  # places for a pair of tiles
-            pairs = max(-(-kept.tiles // 2) for kept in self.problem.kept)
-            return WARPGROUPS * (pairs + self.workers)
+            tiles = max(stage.sparse_tiles for stage in self.stages)
+            return WARPGROUPS * (-(-tiles // 2) + self.workers)
         return max(stage.shared_units * stage.parts for stage in self.stages)
 
     @property
@@ -489,6 +551,8 @@ class Schedule:
             default = max(2, min(8, 96 // rows))
         elif self.problem.narrow:  # whose tiles are larger
             default = 4 if rows <= 24 else 3
+        elif self.problem.cached and 24 < rows <= 32:
+            default = 5
         else:
             default = 8 if rows <= 24 else 7 if rows <= 32 else 5
         return self.config.activation_slots or default
@@ -499,7 +563,8 @@ class Schedule:
         rows = self.problem.rows
         tiles = 2 if self.problem.kept else 1
         slot = smem_bytes((tiles, rows, self.tile_k), jnp.bfloat16)
-        return self.activation_slots * slot + 4096
+        attention = 0 if self.problem.cached is None else 7168
+        return self.activation_slots * slot + 4096 + attention
 
     @property
     def slot_bytes(self) -> int:

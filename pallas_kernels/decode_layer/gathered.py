@@ -14,6 +14,7 @@ tiles and pruned columns.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -33,6 +35,7 @@ from pallas_kernels.decode_layer.config import (
     WARPGROUPS,
     Piece,
     Stage,
+    part_names,
     quotient,
 )
 from pallas_kernels.decode_layer.shares import Shares
@@ -46,7 +49,7 @@ _LINE = 128
 """Bytes of 64 input features of a token."""
 _REGISTERS = 64
 """Of a thread, for numbers on their way."""
-_MOST_STEPS = 8
+_MOST_STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Stretch:
     def __init__(self, refs: Mapping[str, Ref], stage: Stage, worker: Scalar) -> None:
         self.refs, self.stage, self.worker = refs, stage, worker
         self.plan = refs[f"{stage.weight}_plan"]
-        self.shares = Shares(stage.sparse_tiles, stage.n, stage.workers)
+        sizes = stage.sparse_tiles, stage.n, stage.workers, stage.depth
+        self.shares = Shares(*sizes)
         self.number, self.first, skip, taken, *tiles, self.begin, self.end = (
             self.plan[worker * 8 + i] for i in range(8)
         )
@@ -76,15 +80,14 @@ class Stretch:
         """Loops over the pieces: ``body(piece, carry)`` returns the carry."""
 
         def one(index: Scalar, carry: Any) -> Any:
+            numbers, carry = carry
             pair = self.first + index
-            numbers = lax.cond(
-                index == 0,
-                lambda: self.first_piece,
-                lambda: self.later_piece(pair),
-            )
-            return body(self.piece(pair, *numbers), carry)
+            # Asked for while this piece is worked at.
+            following = self.later_piece(jnp.minimum(pair + 1, self.shares.pairs - 1))
+            return following, body(self.piece(pair, *numbers), carry)
 
-        return lax.fori_loop(0, self.number, one, carry)
+        start = self.first_piece, carry
+        return lax.fori_loop(0, self.number, one, start)[1]
 
     def piece(self, pair: Scalar, skip: Any, taken: Any, *tiles: Any) -> SparsePiece:
         """Some steps of a pair."""
@@ -96,6 +99,37 @@ class Stretch:
         first, second, before, after = (self.plan[at + i] for i in range(4))
         skip = jnp.maximum(self.begin - before, 0)
         return skip, jnp.minimum(self.end, after) - before - skip, first, second
+
+    def copy(self, piece: SparsePiece, step: Scalar, smem: Ref, barrier: Ref) -> None:
+        """Starts the copies of a step of a piece; past the end of a tile of a part
+        that has fewer steps are zeros.
+        """
+        names, begin = part_names(self.stage.weight, self.stage.kept), 0
+        for name, part in zip(names, self.stage.kept, strict=True):
+            end, source = begin + part.tiles, self.refs[name]
+            for number, tile in enumerate(piece.tiles):
+
+                def start(
+                    tile: Scalar = tile - begin,
+                    number: int = number,
+                    source: Ref = source,
+                    dense: bool = part.dense,
+                ) -> None:
+                    rows = pl.ds(step * GROUP, GROUP)
+                    for j in range(UNIT):
+                        at = rows, pl.ds(j * GROUP, GROUP)
+                        if dense:
+                            at = rows, pl.ds((tile * UNIT + j) * GROUP, GROUP)
+                        else:
+                            at = tile, *at
+                        target = smem.at[number * UNIT + j]
+                        plgpu.copy_gmem_to_smem(source.at[at], target, barrier)
+
+                if len(names) == 1:
+                    start()
+                else:
+                    pl.when((begin <= tile) & (tile < end))(start)
+            begin = end
 
     def find_sums(self, group: Scalar) -> jax.Array:
         """Where the parts of 64 output features lie; see `load_places`."""
@@ -122,18 +156,16 @@ class Gather:
         held = block.problem.m if self.by_tokens else self.rows // 2
         self.steps = max(1, min(_MOST_STEPS, _REGISTERS // held))
         self.kept = block.refs[f"{stage.weight}_rows"]
-        stretch = block.stretches[stage.weight]
-        piece = stretch.piece(stretch.first, *stretch.first_piece)
-        self.first = self.indices(piece, jnp.int32(0))
+        self.stretch = block.stretches[stage.weight]
+        self.first = self.indices(self.stretch.begin)
 
-    def indices(self, piece: SparsePiece, begin: Scalar) -> tuple[jax.Array, ...]:
-        """The indices of some steps of a piece, past its end any of the room."""
-        _, room = self.kept.shape
-        at = [tile * room for tile in piece.tiles]
-        found = []
+    def indices(self, begin: Scalar) -> tuple[jax.Array, ...]:
+        """The indices of some steps, past the end of a tile any."""
+        shares, found = self.stretch.shares, []
         for n in range(self.steps):
-            step = jnp.minimum(piece.k(begin + n), self.stage.depth - 1) * GROUP
-            found.append(load_kept(self.kept, at[0] + step, at[1] + step))
+            step = jnp.minimum(begin + n, shares.most_steps - 1)
+            at = shares.of_step + 2 * step
+            found.append(load_kept(self.stretch.plan, self.kept, at))
         return tuple(found)
 
     def gather(self, source: Ref, indices: jax.Array) -> jax.Array:
@@ -157,32 +189,24 @@ class Gather:
             plgpu.barrier_arrive(ring["full"].at[slot])
             return next_slot(slot, slots)
 
-        def load(piece: SparsePiece, carry: Any) -> Any:
-            def some(i: Scalar, carry: Any) -> Any:
-                slot, indices = carry
-                begin = i * self.steps
-                values = [self.gather(source, at) for at in indices]
-                indices = self.indices(piece, begin + self.steps)
-                for n, value in enumerate(values):
-                    slot = lax.cond(
-                        begin + n < piece.count,
-                        lambda slot, value=value: put(slot, value),
-                        lambda slot: slot,
-                        slot,
-                    )
-                return slot, indices
+        begin, end = self.stretch.begin, self.stretch.end
 
-            slot, is_first = carry
-            start = lax.cond(
-                is_first == 1,
-                lambda: self.first,
-                lambda: self.indices(piece, jnp.int32(0)),
-            )
-            times = quotient(piece.count + (self.steps - 1), self.steps)
-            slot, _ = lax.fori_loop(0, times, some, (slot, start))
-            return slot, jnp.int32(0)
+        def some(i: Scalar, carry: Any) -> Any:
+            slot, indices = carry
+            first = begin + i * self.steps
+            values = [self.gather(source, at) for at in indices]
+            indices = self.indices(first + self.steps)
+            for n, value in enumerate(values):
+                slot = lax.cond(
+                    first + n < end,
+                    lambda slot, value=value: put(slot, value),
+                    lambda slot: slot,
+                    slot,
+                )
+            return slot, indices
 
-        slot, _ = self.block.for_each_piece(self.stage, load, (slot, jnp.int32(1)))
+        times = quotient(end - begin + (self.steps - 1), self.steps)
+        slot, _ = lax.fori_loop(0, times, some, (slot, self.first))
         return slot
 
 
@@ -206,30 +230,36 @@ def _thread() -> ir.Value:
     return arith.remui(utils.thread_idx(), _i32(_THREADS))
 
 
-def load_kept(kept: Ref, first: Scalar, second: Scalar) -> jax.Array:
+def load_kept(plan: Ref, kept: Ref, at: Scalar) -> jax.Array:
     """Reads which input features two tiles of a weight keep, 64 of each.
 
     Args:
-        kept: int32 [T,P] in global memory.
-        first: int32, where those of the first tile begin, counted over all.
-        second: those of the second tile.
+        plan: int32 in global memory.
+        kept: int32 in global memory; past its end the last 64 are read.
+        at: int32, where `plan` says where those of each begin in `kept`.
 
     Returns:
         int32 [128], one a thread.
     """
+    last = math.prod(kept.shape) - GROUP
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _SPLAT, _SPLAT),
+        arg_types=(plgpu.RefType(), plgpu.RefType(), _SPLAT),
         return_type=plgpu.ShapeDtypeStruct((_THREADS,), jnp.int32, layout=_OF_THREADS),
     )
-    def load_kept_rows(_: Any, kept: Any, first: Any, second: Any) -> Any:
+    def load_kept_rows(_: Any, plan: Any, kept: Any, at: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
         thread = _thread()
-        is_first = arith.cmpi(arith.CmpIPredicate.ult, thread, _i32(GROUP))
-        begin = arith.select(is_first, first.registers.item(), second.registers.item())
-        at = arith.addi(begin, arith.remui(thread, _i32(GROUP)))
-        address = utils.getelementptr(utils.memref_ptr(kept), [at], i32)
-        loaded = llvm.load(ir.VectorType.get((1,), i32), address, alignment=4)
+
+        def load(ref: Any, where: Any) -> Any:
+            address = utils.getelementptr(utils.memref_ptr(ref), [where], i32)
+            return llvm.load(i32, address, alignment=4)
+
+        tile = arith.divui(thread, _i32(GROUP))
+        begin = load(plan, arith.addi(at.registers.item(), tile))
+        begin = arith.minsi(begin, _i32(last))
+        found = load(kept, arith.addi(begin, arith.remui(thread, _i32(GROUP))))
+        loaded = vector.from_elements(ir.VectorType.get((1,), i32), [found])
         return mgpu.FragmentedArray(
             _registers=np.array([loaded], dtype=object),
             _layout=mgpu.WGStridedFragLayout((_THREADS,), 1),
@@ -237,7 +267,7 @@ def load_kept(kept: Ref, first: Scalar, second: Scalar) -> jax.Array:
         )
 
     call: Any = load_kept_rows  # without its context
-    return call(kept, jnp.int32(first), jnp.int32(second))
+    return call(plan, kept, jnp.int32(at))
 
 
 def gather_tokens(source: Ref, indices: jax.Array, rows: int) -> jax.Array:

@@ -15,6 +15,9 @@ what follows it::
     down      hidden W         + residual                      hidden
     qkv       normed_1 W       factor, bias, rotary embedding  normed_1
 
+With attention over pages in the launch it comes first, see `attend`, and the last stage
+puts keys and values into the pages of the next layer.
+
 Weights ``[K,N]`` are the left operand, ``W^T x^T``: 64 output features fill the rows of
 an instruction, and its columns are the requests, 8 to 64 of them, so that few requests
 waste nothing. Sums are ``[features, requests]``.
@@ -60,17 +63,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.collective_matmul.all_reduce import AllReduceWorkspace
-from pallas_kernels.decode_layer import gathered
+from pallas_kernels.decode_layer import attend, gathered
 from pallas_kernels.decode_layer.config import (
+    COLUMNS,
     GROUP,
     TILE_GROUPS,
     UNIT,
     WARPGROUPS,
+    Cached,
     DecodeLayerConfig,
     Piece,
     Problem,
     Schedule,
     Stage,
+    part_names,
     quotient,
     remainder,
 )
@@ -108,7 +114,11 @@ _LOADS = 8
 """Parts of sums that a warpgroup reads at a time."""
 
 _REGISTERS = 72, 184
-"""Of a copying and of a multiplying thread where weights are widened."""
+"""Of a copying and of a multiplying thread where weights are widened or attention is
+computed."""
+
+_FETCHED = 18 * 2**20
+"""Bytes that are brought into the L2 while attention is computed."""
 
 _LAST_TILES = 4
 """Tiles before whose sums a warpgroup loads what these are multiplied by."""
@@ -155,13 +165,26 @@ class _Block:
         self.stretches = {
             stage.weight: gathered.Stretch(refs, stage, self.worker)
             for stage in self.stages
-            if stage.sparse_tiles
+            if stage.kept
         }
         # One for each shared unit of each stage, each stage, and each norm.
         units, stages = schedule.first_units, len(self.stages)
         self.of_units = units[:-1]
         self.ready = [self.counter(units[-1] + i) for i in range(stages)]
         self.normed = [self.counter(units[-1] + stages + norm) for norm in range(2)]
+        self.attend = None
+        if (cached := self.problem.cached) is not None:
+            first = schedule.of_splits
+            self.attend = attend.Attend(
+                cached,
+                self.problem.m,
+                schedule.workers,
+                self.worker,
+                refs,
+                scratch,
+                refs["counters"].at[pl.ds(first + 1, schedule.counters - first - 1)],
+                self.counter(first),
+            )
 
     def counter(self, number: Scalar) -> Ref:
         """One of the counters by which blocks wait for each other."""
@@ -176,7 +199,7 @@ class _Block:
 
         ``body(piece, carry)`` returns the carry.
         """
-        if stage.sparse_tiles:
+        if stage.kept:
             return self.stretches[stage.weight].for_each_piece(body, carry)
 
         def one(index: Scalar, carry: Any) -> Any:
@@ -205,21 +228,11 @@ class _Block:
             The slot after the last tile, and how many there were.
         """
         ring = _ring(self.scratch, name)
-        slots = ring["smem"].shape[0]
 
         def load(piece: Piece, carry: Any) -> Any:
             def tile(index: Scalar, carry: Any) -> Any:
-                slot, number = carry
-                plgpu.barrier_wait(ring["empty"].at[slot])
-                if requested is not None and requested < slots:
-                    before = previous_slot(slot, requested, slots)
-
-                    @pl.when(number >= requested)
-                    def _() -> None:
-                        plgpu.barrier_wait(ring["full"].at[before])
-
-                copy(piece, piece.k(index), slot)
-                return next_slot(slot, slots), number + 1
+                copy_tile = functools.partial(copy, piece, piece.k(index))
+                return _fill(ring, requested, copy_tile, carry)
 
             return lax.fori_loop(0, piece.count, tile, carry)
 
@@ -231,9 +244,13 @@ class _Block:
         """The tiles of all stages, one after the other, as the ring has room."""
         tile_k, ring = self.schedule.tile_k, _ring(self.scratch, "weights")
         carry, requested = (jnp.int32(0), jnp.int32(0)), self.schedule.config.requested
+        if self.attend is not None:
+            fill = functools.partial(_fill, ring, requested)
+            carry = self.attend.copy_keys(WARPGROUPS, fill, ring["full"], carry)
         for stage in self.stages:
             weight = self.refs[stage.weight]
-            read_once(weight)  # pyright: ignore[reportCallIssue]
+            for name in part_names(stage.weight, stage.kept):
+                read_once(self.refs[name])  # pyright: ignore[reportCallIssue]
 
             def copy(
                 piece: Any,
@@ -242,6 +259,10 @@ class _Block:
                 weight: Ref = weight,
                 stage: Stage = stage,
             ) -> None:
+                if stage.kept:
+                    target = ring["smem"].at[slot], ring["full"].at[slot]
+                    self.stretches[stage.weight].copy(piece, k, *target)
+                    return
                 rows = pl.ds(k * tile_k, tile_k)
                 for number in range(WARPGROUPS):
                     unit = piece.column * WARPGROUPS + number
@@ -249,9 +270,6 @@ class _Block:
                         tile: Any = rows, pl.ds(group * GROUP, GROUP)
                         if self.problem.narrow:
                             tile = tile[::-1]
-                        elif stage.sparse_tiles:
-                            columns = pl.ds(j * GROUP, GROUP)
-                            tile = piece.tiles[number], rows, columns
                         plgpu.copy_gmem_to_smem(
                             weight.at[tile],
                             ring["smem"].at[slot, number * UNIT + j],
@@ -271,22 +289,41 @@ class _Block:
                     plgpu.barrier_wait(ring["full"].at[last])
 
         if (ahead := self.refs.get("next_out")) is not None:
+            # Memory is idle from here on, until the attention of the next layer ends.
             self.fetch_ahead(ahead)
         drain(ring, carry[0], self.schedule.weight_slots)
 
-    def fetch_ahead(self, weight: Ref) -> None:
-        """Brings the first weight of the next layer into the L2.
-
-        Memory is idle from here on, until the attention of the next layer has ended.
-        """
-        rows, _ = weight.shape
+    def fetch_ahead(self, array: Ref) -> None:
+        """Brings an array into the L2: each block some of its rows."""
+        rows, _ = array.shape
         workers = self.schedule.workers
 
         def row(index: Scalar, _: None) -> None:
-            source = weight.at[index * workers + self.worker]
+            source = array.at[index * workers + self.worker]
             prefetch_row(source)  # pyright: ignore[reportCallIssue]
 
         lax.fori_loop(0, _dealt(rows, self.worker, workers), row, None)
+
+    def fetch_begin(self, stage: Stage) -> None:
+        """Brings the tiles of a weight that are read first into the L2.
+
+        While attention waits for memory, the ring of weights is full.
+        """
+        weight, tile_k = self.refs[stage.weight], self.schedule.tile_k
+        tile = stage.n * tile_k * weight.dtype.itemsize
+        tiles = min(stage.depth, _FETCHED // tile)
+        lines = stage.n if self.problem.narrow else tiles * tile_k
+        workers = self.schedule.workers
+        if not tiles:
+            return
+
+        def line(index: Scalar, _: None) -> None:
+            source = weight.at[index * workers + self.worker]
+            if self.problem.narrow:
+                source = source.at[pl.ds(0, tiles * tile_k)]
+            prefetch_row(source)  # pyright: ignore[reportCallIssue]
+
+        lax.fori_loop(0, _dealt(lines, self.worker, workers), line, None)
 
     def copy_activations(self) -> None:
         """The inputs of stages, when those before are done; factors of norms."""
@@ -295,17 +332,29 @@ class _Block:
         # where there are fewer rows than the copy has.
         rows = pl.ds(self.worker * 0, self.problem.rows)
         carry = jnp.int32(0), jnp.int32(0)
+        if self.attend is not None:
+            carry = self.attend.copy_queries(WARPGROUPS + 1, ring, carry)
+            self.fetch_begin(self.stages[1])
+            await_counter(self.attend.ready, self.attend.finished)
+            proxy_fence()  # pyright: ignore[reportCallIssue]
         for i, stage in enumerate(self.stages):
             source = self.refs[stage.source]
 
             def copy(_: Piece, k: Scalar, slot: Scalar, source: Ref = source) -> None:
+                features: Any = (pl.ds(k * tile_k, tile_k),)
+                if len(source.shape) == 3:  # of heads
+                    each = source.shape[-1] // tile_k
+                    features = (
+                        quotient(k, each),
+                        pl.ds(remainder(k, each) * tile_k, tile_k),
+                    )
                 plgpu.copy_gmem_to_smem(
-                    source.at[rows, pl.ds(k * tile_k, tile_k)],
+                    source.at[rows, *features],
                     ring["smem"].at[slot],
                     ring["full"].at[slot],
                 )
 
-            gather = gathered.Gather(self, stage) if stage.sparse_tiles else None
+            gather = gathered.Gather(self, stage) if stage.kept else None
             if i:
                 self.wait(self.ready[i - 1], self.stages[i - 1].finished)
                 proxy_fence()  # pyright: ignore[reportCallIssue]
@@ -315,6 +364,9 @@ class _Block:
                 self.factors(stage.norm)
             if gather is not None:
                 carry = gather.stream(source, ring, carry[0]), carry[1]
+                if i + 1 < len(self.stages):
+                    # Memory is slow to answer beside the stream of weights.
+                    self.fetch_ahead(self.refs[f"{self.stages[i + 1].weight}_rows"])
             else:
                 carry = self.stream(stage, "activations", copy, carry)
         drain(ring, carry[0], self.schedule.activation_slots)
@@ -329,6 +381,11 @@ class _Block:
             ring = _ring(self.scratch, name)
             hand_over(ring, ring["smem"].shape[0])
         slots, first_row = (jnp.int32(0), jnp.int32(0)), self.worker * 0
+        if self.attend is not None:
+            weights, activations = (
+                _ring(self.scratch, name) for name in ("weights", "activations")
+            )
+            slots = self.attend.compute(number, weights, activations, slots)
         for i, stage in enumerate(self.stages):
 
             def piece(
@@ -341,7 +398,7 @@ class _Block:
                 if stage.norm is not None and (stage.direct or stage.whole):
                     load = functools.partial(self.load_factors, stage.norm, place)
                 sums, factors, slots = self.multiply(stage, piece, number, slots, load)
-                if stage.sparse_tiles:
+                if stage.kept:
                     part = functools.partial(self.part_of_pair, piece, number)
                     self.store_sums(part, sums)
                     return slots
@@ -360,7 +417,7 @@ class _Block:
                 return slots
 
             slots = self.for_each_piece(stage, piece, slots)
-            if stage.sparse_tiles:
+            if stage.kept:
                 self.signal(self.counter(self.of_units[i]))
             self.finish_items(i, stage, number)
 
@@ -396,9 +453,7 @@ class _Block:
                 plgpu.barrier_wait(activations["full"].at[x])
                 plgpu.barrier_wait(weights["full"].at[w])
                 tiles = [weights["smem"].at[w, number * UNIT + j] for j in range(UNIT)]
-                tokens = activations["smem"].at[
-                    (x, number) if stage.sparse_tiles else x
-                ]
+                tokens = activations["smem"].at[(x, number) if stage.kept else x]
                 self.multiply_tile(stage, accs, tiles, tokens)
                 plgpu.wgmma_wait(0)
                 if self.problem.narrow:
@@ -532,7 +587,7 @@ class _Block:
             place = _Place(groups, row, stage.item_rows)
             # What it reads besides the parts comes while it waits for them.
             epilogue = self.prepare(stage, place)
-            if stage.sparse_tiles:  # whose features may lie in any of its tiles
+            if stage.kept:  # whose features may lie in any of its tiles
                 stretch = self.stretches[stage.weight]
                 places = [stretch.find_sums(group) for group in groups]
                 self.wait(self.counter(self.of_units[i]), workers)
@@ -670,6 +725,9 @@ class _Block:
         cos = jnp.where(turned, cos, 1.0)
         sin = jnp.where(turned, sin, 0.0)
         queries = p.heads * per_head
+        append = None
+        if p.cached is not None:
+            append = self.append(p.cached, place, queries)
 
         def finish(sums: list[jax.Array]) -> None:
             if p.bias:
@@ -679,13 +737,53 @@ class _Block:
 
             def store(name: str, begin: int) -> None:
                 for group, values in zip(groups, pair, strict=True):
-                    self.store(place, name, group - begin, values)
+                    at = self.group_of_query(group) if p.cached else group - begin
+                    self.store(place, name, at, values)
 
             is_query = groups[0] < queries
             pl.when(is_query)(functools.partial(store, "q", 0))
-            pl.when(jnp.logical_not(is_query))(functools.partial(store, "kv", queries))
+            keys = functools.partial(store, "kv", queries)
+            if append is not None:
+                keys = functools.partial(append, pair)
+            pl.when(jnp.logical_not(is_query))(keys)
 
         return finish
+
+    def append(
+        self, cached: Cached, place: _Place, queries: int
+    ) -> Callable[[Sequence[jax.Array]], None]:
+        """Loads where new tokens belong; returns what stores keys or values there.
+
+        Args:
+            cached: the attention of the next layer.
+            place: what is stored, the groups of a head.
+            queries: the groups of queries, which precede keys and values.
+        """
+        places = plgpu.load(
+            self.refs["places"].at[place.span], layout=_OF_ROWS, optimized=False
+        )
+        per_head, layer = cached.head_dim // GROUP, self.refs["layer"][0] + 1
+        head = quotient(place.groups[0] - queries, per_head)
+        line = layer * (cached.num_pages * 2 * cached.kv_heads) + head
+
+        def store(pair: Sequence[jax.Array]) -> None:
+            for group, values in zip(place.groups, pair, strict=True):
+                attend.store_in_pages(
+                    self.refs["pages"],
+                    places,
+                    line * cached.page,
+                    remainder(group, per_head) * GROUP,
+                    values.astype(jnp.bfloat16),
+                )
+
+        return store
+
+    def group_of_query(self, group: Scalar) -> Scalar:
+        """Where a group of queries lies if each key/value head has `COLUMNS`."""
+        p = self.problem
+        size = p.heads // p.kv_heads * p.head_dim // GROUP
+        head = quotient(group, size)
+        return group + head * (COLUMNS * p.head_dim // GROUP - size)
 
     def factors(self, norm: int) -> None:
         """Factors of an RMS norm, of 8 requests a block."""
@@ -758,6 +856,27 @@ def _dealt(items: Scalar, number: Scalar, to: int) -> Scalar:
     return quotient(items - 1 - number + to, to)
 
 
+def _fill(
+    ring: Mapping[str, Ref],
+    requested: int | None,
+    copy: Callable[[Scalar], None],
+    carry: tuple[Scalar, Scalar],
+) -> tuple[Scalar, Scalar]:
+    """Copies a tile into the next slot of a ring, see `_Block.stream`."""
+    slot, number = carry
+    slots = ring["smem"].shape[0]
+    plgpu.barrier_wait(ring["empty"].at[slot])
+    if requested is not None and requested < slots:
+        before = previous_slot(slot, requested, slots)
+
+        @pl.when(number >= requested)
+        def _() -> None:
+            plgpu.barrier_wait(ring["full"].at[before])
+
+    copy(slot)
+    return next_slot(slot, slots), number + 1
+
+
 def _ring(scratch: Mapping[str, Ref], name: str) -> dict[str, Ref]:
     """Buffers and barriers of a ring."""
     parts = {"smem": name, "full": f"{name}_full", "empty": f"{name}_empty"}
@@ -770,12 +889,15 @@ def _scratch_types(schedule: Schedule) -> dict[str, Any]:
     transforms = smem_transforms(GROUP, jnp.bfloat16)
     line = tile_k if narrow else GROUP
     weights, activations = schedule.weight_slots, schedule.activation_slots
+    tiles: Any = plgpu.SMEM(
+        (weights, TILE_GROUPS, *((GROUP, tile_k) if narrow else (tile_k, GROUP))),
+        weight_dtype,
+        transforms=smem_transforms(line, weight_dtype),
+    )
+    if schedule.problem.cached:
+        tiles = plgpu.RefUnion(tiles, attend.keys_type(weights))
     return {
-        "weights": plgpu.SMEM(
-            (weights, TILE_GROUPS, *((GROUP, tile_k) if narrow else (tile_k, GROUP))),
-            weight_dtype,
-            transforms=smem_transforms(line, weight_dtype),
-        ),
+        "weights": tiles,
         "activations": plgpu.SMEM(
             (activations, *([2] if schedule.problem.kept else []), rows, tile_k),
             jnp.bfloat16,
@@ -787,6 +909,7 @@ def _scratch_types(schedule: Schedule) -> dict[str, Any]:
         "activations_empty": plgpu.Barrier(
             num_arrivals=WARPGROUPS, num_barriers=activations
         ),
+        **(attend.scratch_types() if schedule.problem.cached else {}),
     }
 
 
@@ -804,11 +927,15 @@ def _outputs(schedule: Schedule) -> dict[str, jax.ShapeDtypeStruct]:
         "parts": ((max(1, schedule.most_parts), UNIT, p.rows // 8, GROUP, 8), fp32),
     }
     if p.projects:
+        heads = p.heads if p.cached is None else COLUMNS * p.kv_heads
         found |= {
             "normed_1": ((p.rows, p.d_model)[::turn], bf16),
-            "q": ((p.m, p.heads * p.head_dim), bf16),
-            "kv": ((p.m, 2 * p.kv_heads * p.head_dim), bf16),
+            "q": ((p.m, heads * p.head_dim), bf16),
         }
+        if p.cached is None:
+            found["kv"] = (p.m, 2 * p.kv_heads * p.head_dim), bf16
+    if p.cached is not None:
+        found |= attend.outputs(p.cached, p.m)
     return {name: jax.ShapeDtypeStruct(*of) for name, of in found.items()}
 
 
@@ -824,6 +951,7 @@ def decode_layer(
     eps: float,
     workspace: AllReduceWorkspace | None = None,
     axis_name: str | None = None,
+    pages: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, AllReduceWorkspace | None]:
     """Computes a layer from one attention to the next on a Hopper GPU.
 
@@ -832,7 +960,12 @@ def decode_layer(
             `out`, `gate_up`, `down` and the scale `mlp_norm`; where `problem` projects,
             also `norm`, `qkv`, `cos`, `sin` and, if there are any, `bias` and
             `next_out`, which is read ahead. Weights of 8 bits are [features,inputs],
-            and have scales of features in fp32: `out_scale` for `out`, and so on.
+            and have scales of features in fp32: `out_scale` for `out`, and so on. The
+            parts of a tile-sparse weight are `out`, `out_1` and so on, the input
+            features that they keep `out_rows`, and its plan `out_plan`. With
+            attention in the launch, in place of `attended`, `queries` [M K,8,H],
+            `table` [M W], `layer` [1], `lengths` and `num_new` [M] and `places` [rows];
+            see `api.PagedCache`.
         problem: sizes.
         config: how to cut it.
         device: the Hopper GPU that the kernel is built for.
@@ -840,10 +973,12 @@ def decode_layer(
         workspace: cells of this device for sums over devices, where there are several;
             all are empty, and they hold `d_model` times the padded rows.
         axis_name: the mesh axis of these devices.
+        pages: [L P 2 K,G,H], with attention in the launch.
 
     Returns:
         ``(residual, queries, keys and values, workspace)``: [M,N H] and [M,2 K H] or
-        None; the workspace is that of the next call.
+        None; the workspace is that of the next call. With attention in the launch
+        queries are [M,8 K H], and the third are the pages.
 
     Raises:
         Unsupported: sizes or shared memory do not fit.
@@ -860,22 +995,26 @@ def decode_layer(
     written = {"counters": zeros_like_no_others(schedule.counters, shared, own)}
     if workspace is not None:
         written |= workspace._asdict()
+    if pages is not None:
+        written["pages"] = pages
     written = {name: jax.new_ref(array) for name, array in written.items()}
 
     def body(*refs: Ref, **scratch: Ref) -> None:
         named = dict(zip([*operands, *written, *outputs], refs, strict=True))
+        if problem.cached is not None:
+            scratch["weights"], scratch["keys"] = scratch["weights"]  # pyright: ignore[reportGeneralTypeIssues]
         block = _Block(schedule, eps, named, scratch, axis_name)
         warpgroup = lax.axis_index("warpgroup")
 
         def copies() -> None:
-            if problem.narrow:
+            if problem.narrow or problem.cached:
                 plgpu.set_max_registers(_REGISTERS[0], action="decrease")
             lax.cond(
                 warpgroup == WARPGROUPS, block.copy_weights, block.copy_activations
             )
 
         def compute() -> None:
-            if problem.narrow:
+            if problem.narrow or problem.cached:
                 plgpu.set_max_registers(_REGISTERS[1], action="increase")
             block.compute(warpgroup)
 
@@ -900,4 +1039,6 @@ def decode_layer(
     after = None
     if workspace is not None:
         after = AllReduceWorkspace(*(jax.freeze(written[n]) for n in workspace._fields))
+    if pages is not None:
+        return found["new_residual"], found.get("q"), jax.freeze(written["pages"]), None
     return found["new_residual"], found.get("q"), found.get("kv"), after

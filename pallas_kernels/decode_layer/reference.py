@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.decode_layer.shares import SharedTileSparse
+from pallas_kernels.tile_sparse_matmul import TileSparse
 
 
 def decode_layer(
@@ -27,7 +28,7 @@ def decode_layer(
         the second None without a weight `qkv`.
     """
     dense = {
-        name: a.weight.to_dense() if isinstance(a, SharedTileSparse) else a
+        name: _dense(a) if isinstance(a, SharedTileSparse) else a
         for name, a in operands.items()
     }
     given = {name: a.astype(jnp.float32) for name, a in dense.items()}
@@ -58,3 +59,9 @@ def decode_layer(
     a, b = jnp.split(qkv[:, :heads], 2, axis=-1)
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     return residual, jnp.concatenate([rotated, qkv[:, heads:]], axis=1).reshape(m, -1)
+
+
+def _dense(weight: SharedTileSparse) -> Array:
+    parts: Any = weight.parts
+    found = [w.to_dense() if isinstance(w, TileSparse) else w for w in parts]
+    return jnp.concatenate(found, axis=1)

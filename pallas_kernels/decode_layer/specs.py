@@ -26,6 +26,9 @@ class DecodeLayerSpec:
     uneven: bool = False
     """Whether tiles keep from half to one and a half times as many."""
 
+    context: int = 0
+    """Tokens of a request, where the attention before is lowered in the launch, too."""
+
     @property
     def products(self) -> dict[str, tuple[int, int]]:
         """Input and output features of the weights."""
@@ -56,13 +59,19 @@ _MODELS = {
 
 SPECS: tuple[DecodeLayerSpec, ...] = (
     tuple(
-        DecodeLayerSpec(name=f"{name}_m{m}", m=m, **sizes)
+        DecodeLayerSpec(
+            name=f"{name}_m{m}", m=m, context=8192 * (m in (1, 32)), **sizes
+        )
         for name, sizes in _MODELS.items()
         for m in ((1, 8, 32, 64) if name == "llama3_8b" else (8,))
     )
     + tuple(
         DecodeLayerSpec(
-            name=f"llama3_8b_m{m}_{short}", m=m, weights=weights, **_MODELS["llama3_8b"]
+            name=f"llama3_8b_m{m}_{short}",
+            m=m,
+            weights=weights,
+            context=8192,
+            **_MODELS["llama3_8b"],
         )
         for short, weights in {"int8": "int8", "fp8": "float8_e4m3fn"}.items()
         for m in (1, 32)

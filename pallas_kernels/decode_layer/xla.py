@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.decode_layer.shares import SharedTileSparse
-from pallas_kernels.tile_sparse_matmul import tile_sparse_matmul
+from pallas_kernels.tile_sparse_matmul import TileSparse, tile_sparse_matmul
 
 
 def decode_layer(
@@ -37,8 +37,8 @@ def decode_layer(
 
     def matmul(x: jax.Array, name: str) -> jax.Array:
         if isinstance(shared := operands[name], SharedTileSparse):
-            w, x = shared.weight, x.astype(dtype)
-            return tile_sparse_matmul(x, w, implementation="xla").astype(jnp.float32)
+            x = x.astype(dtype)
+            return jnp.concatenate([_matmul(x, w) for w in shared.parts], axis=-1)
         weight, scale = operands[name], operands.get(f"{name}_scale")
         if scale is not None:
             weight = weight.astype(dtype).T
@@ -71,3 +71,10 @@ def decode_layer(
     kv = jnp.concatenate([rotated[:, heads:], qkv[:, heads + kv_heads :]], axis=1)
     q, kv = (x.reshape(m, -1).astype(dtype) for x in (rotated[:, :heads], kv))
     return residual, q, kv
+
+
+def _matmul(x: jax.Array, weight: Any) -> jax.Array:
+    """With a part of a tile-sparse weight."""
+    if not isinstance(weight, TileSparse):
+        return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+    return tile_sparse_matmul(x, weight, implementation="xla").astype(jnp.float32)

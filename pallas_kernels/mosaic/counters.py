@@ -56,13 +56,24 @@ def raise_counter(_: Any, counter: Any) -> None:
     semaphore.signal(1, memory_scope="gpu")
 
 
-def await_counter(counter: Ref, value: int) -> None:
+def await_counter(counter: Ref, value: Scalar) -> None:
     """Waits until a counter is at least a number; what it says is there may be read.
 
     Args:
         counter: int32 [1] of global memory.
         value: the number.
     """
+    if not isinstance(value, int):
+        splat = plgpu.Layout.WG_SPLAT(())
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat))
+        def await_at_least_some(_: Any, counter: Any, value: Any) -> None:
+            semaphore = mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter))
+            semaphore.wait(value.registers.item(), decrement=False, memory_scope="gpu")
+
+        wait_for: Any = await_at_least_some  # the decorator supplies the context
+        wait_for(counter, jnp.int32(value))
+        return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def await_at_least(_: Any, counter: Any) -> None:

@@ -67,6 +67,7 @@ _stand_ins: dict[str, StandIn] = {
     "prefetch_row": StandIn(lambda source: (), (), None),
     "raise_counter": StandIn(_raise_counter, (0,), flags=(0,)),
     "await_at_least": StandIn(_await_at_least, (), flags=(0,)),
+    "await_at_least_some": StandIn(_await_by_warp, (), flags=(0,)),
     "raise_by_lane": StandIn(_raise_counter, (0,), flags=(0,)),
     "await_by_warp": StandIn(_await_by_warp, (), flags=(0,)),
     "clear_by_lanes": StandIn(_clear_by_lanes, (0,)),

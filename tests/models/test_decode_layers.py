@@ -24,11 +24,11 @@ from pallas_kernels.tile_sparse_matmul import TileSparse
 from tests.decoding import decode, nan_pages
 from tests.interpreter import interpret_mosaic_gpu
 from tests.pallas_kernels.collective_matmul.test_low_latency import SMALL
-from tests.pallas_kernels.decode_layer import test_decode_layer
+from tests.pallas_kernels.decode_layer import test_attend, test_decode_layer
 from tests.tolerances import relative_error
 
 
-del test_decode_layer  # it has registered what the interpreter calls
+del test_attend, test_decode_layer  # they register what the interpreter calls
 
 
 def make(dtype=jnp.float32, **changes):
@@ -137,6 +137,22 @@ def test_few_rows_take_the_kernel_by_themselves(weights):
         assert (("decode_layer", "mosaic_gpu") in choices) is takes
 
 
+def test_a_layer_with_its_attention_is_one_launch(monkeypatch):
+    monkeypatch.setattr(api, "check_hopper", lambda *_: SMALL)
+    model = make(jnp.bfloat16, **WIDE)
+    tokens = jax.random.randint(jax.random.key(1), (3, 6), 0, model.config.vocab_size)
+    model.decode_layer = None
+    want, pages = decode(model, tokens, 4, 1, 1, page_size=64)
+    model.decode_layer = "mosaic_gpu"
+    with interpret_mosaic_gpu(concurrent_blocks=True) as found:
+        logits, again = decode(model, tokens, 4, 1, 1, page_size=64)
+    assert found.kernels == 2 * 3  # layers of tokens
+    assert relative_error(logits, want) < 0.05
+    written = ~jnp.isnan(pages)
+    np.testing.assert_array_equal(written, ~jnp.isnan(again))
+    assert relative_error(again[written], pages[written]) < 0.05
+
+
 def on_devices(count, dtype=jnp.float32, **changes):
     """A decoder whose heads and hidden features are split."""
     mesh, rules = make_mesh({"tensor": count}, jax.devices()[:count]), fsdp_tp()
@@ -235,14 +251,23 @@ def test_more_rows_or_tokens_run_as_blocks():
         assert not chosen(model, 2, queries=3)
 
 
-def pruned(model, tile=128):
-    """Three quarters of the rows of each tile left out, all columns kept."""
+DENSE = [("value",), ("query", "value", "gate", "up", "down"), ("key", "value", "out")]
+"""Layers of a pruned model that stay dense, block by block."""
 
-    def convert(_, layer):
+
+def pruned(model, tile=128, dense=((),) * 3):
+    """Three quarters of the rows of each tile left out, and columns of some queries."""
+
+    def convert(path, layer):
         k, n = layer.kernel.shape
         scores = jax.random.uniform(jax.random.key(k + n), (k, n // tile))
         mask = jnp.repeat(scores < jnp.quantile(scores, 0.25), tile, axis=1)
-        weight = TileSparse.from_dense(layer.kernel[...], mask, tile=tile)
+        columns = None
+        if path.endswith("query") and any(dense):
+            columns = jax.random.permutation(jax.random.key(0), n)[: n // 2]
+            mask = jnp.zeros_like(mask).at[:, columns].set(mask[:, : n // 2])
+        options = {"tile": tile, "columns": columns}
+        weight = TileSparse.from_dense(layer.kernel[...], mask, **options)
         return TileSparseLinear(
             TileSparse.stack([weight]),
             split=None,
@@ -252,8 +277,8 @@ def pruned(model, tile=128):
             rules=layer.rules,
         )
 
-    for i, block in enumerate(model.blocks):
-        names = linears(block)
+    for i, (block, stay) in enumerate(zip(model.blocks, dense, strict=True)):
+        names = [n for n in linears(block) if n.rpartition(".")[2] not in stay]
         layers = {n: functools.partial(convert, n) for n in names}
         model.blocks[i] = replace_linears(block, layers)
     return model.for_inference()
@@ -266,8 +291,9 @@ def apart(dtype=jnp.float32):
     return unstacked(model)
 
 
-def test_logits_of_a_pruned_model_are_those_of_the_blocks():
-    model = pruned(apart())
+@pytest.mark.parametrize("dense", [((),) * 3, DENSE])
+def test_logits_of_a_pruned_model_are_those_of_the_blocks(dense):
+    model = pruned(apart(), dense=dense)
     tokens = jax.random.randint(jax.random.key(1), (3, 8), 0, model.config.vocab_size)
     want, pages = decode(model, tokens, 4, 1, 1, 1, 1)
     model.decode_layer = "xla"
@@ -278,23 +304,25 @@ def test_logits_of_a_pruned_model_are_those_of_the_blocks():
     np.testing.assert_allclose(again, pages, atol=2e-5)
 
 
-def test_tile_sparse_weights_take_the_kernel_if_all_are():
+def test_pruned_layers_take_the_kernel_whatever_stays_dense():
     assert not chosen(pruned(apart(jnp.bfloat16)))  # no GPU
     with use_device(H200):
-        model = pruned(apart(jnp.bfloat16))
-        assert chosen(model) and chosen(model, 32)
+        for dense in (((),) * 3, DENSE):
+            model = pruned(apart(jnp.bfloat16), dense=dense)
+            assert chosen(model) and chosen(model, 32)
         assert decode_layers.faster(model.blocks, 1) is None  # not timed
-        model.blocks[1] = make(jnp.bfloat16, **WIDE).blocks[1]
+        model.blocks[1] = make(jnp.bfloat16, **WIDE).blocks[1]  # no plan
         assert not chosen(model)
         assert not chosen(pruned(apart(jnp.bfloat16), tile=64))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weights", [None, "int8", "pruned"])
+@pytest.mark.parametrize("weights", [None, "int8", "pruned", "some pruned"])
 def test_the_kernel_decodes_as_the_blocks(weights):
     model = make(jnp.bfloat16, **WIDE)
-    if weights == "pruned":
-        model = pruned(apart(jnp.bfloat16))
+    if weights in ("pruned", "some pruned"):
+        dense = DENSE if weights == "some pruned" else ((),) * 3
+        model = pruned(apart(jnp.bfloat16), dense=dense)
     elif weights is not None:
         model = quantize(model, weights)
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, model.config.vocab_size)

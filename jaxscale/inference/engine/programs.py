@@ -476,14 +476,15 @@ def _settle(
     last = jnp.sum(real, axis=1, keepdims=True) - 1
     newest = jnp.take_along_axis(tokens, jnp.maximum(last, 0), axis=1)
     ends = jnp.any(real & ended, axis=1)
-    after = (
-        rows.at[:, Column.TOKEN]
-        .set(newest[:, 0])
-        .at[:, Column.LENGTH]
-        .set(start + last[:, 0])
-        .at[:, Column.FLAGS]
-        .set(jnp.where(ends, 0, int(RowFlag.LIVE)))
-    )
+    changed = {
+        Column.TOKEN: newest[:, 0],
+        Column.LENGTH: start + last[:, 0],
+        Column.FLAGS: jnp.where(ends, 0, int(RowFlag.LIVE)),
+    }
+    # By number of the column: an index would be checked by a launch of its own.
+    column, after = jnp.arange(rows.shape[1]), rows
+    for number, value in changed.items():
+        after = jnp.where(column == int(number), value[:, None], after)
     return jnp.where(live[:, None], after, rows), out.astype(jnp.int32)
 
 

@@ -40,13 +40,18 @@ def draw(
         The maximum after adding Gumbel noise samples from the softmax: Maddison et al.,
         arXiv 1411.0030.
     """
+
+    def largest(x: Array) -> Array:
+        return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
     warm = _float(rows, Column.TEMPERATURE) > 0
-    noisy = jax.lax.cond(
+    # The branches give tokens: logits would be copied where no row is warm.
+    sampled = jax.lax.cond(
         jnp.any(warm),
-        lambda: _scaled(logits, rows) + _noise(logits.shape, rows, positions),
-        lambda: logits,
+        lambda: largest(_scaled(logits, rows) + _noise(logits.shape, rows, positions)),
+        lambda: jnp.zeros(len(logits), jnp.int32),
     )
-    return jnp.argmax(jnp.where(warm[:, None], noisy, logits), -1).astype(jnp.int32)
+    return jnp.where(warm, sampled, largest(logits))
 
 
 def draw_filtered(
@@ -142,7 +147,10 @@ def logprobs(
     """The log-probability of a token per row, and whether all logits are finite."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     total = jax.nn.logsumexp(logits, axis=-1)
-    return chosen - total, jnp.all(jnp.isfinite(logits), axis=-1)
+    # The total is not finite if one is NaN or infinite; the launch that finds its
+    # maximum finds the minimum, too.
+    finite = jnp.isfinite(total) & jnp.isfinite(jnp.min(logits, axis=-1))
+    return chosen - total, finite
 
 
 def top_logprobs(

@@ -68,24 +68,28 @@ def test_products_of_many_rows_are_cublas(rows, steps, triton):
     assert ("__cublas" in found.hlo) is not triton
 
 
-def test_a_layer_is_one_launch_between_two_attentions():
-    """Besides it a layer has its attention, and few launches clear counters of all."""
-    arguments = "llama3_8b", 512, ["decode", 8, 4], False, 32, None, None, "mosaic_gpu"
+@pytest.mark.parametrize(("rows", "weights"), [(8, None), *exhaustive((32, "int8"))])
+def test_a_layer_is_one_launch_with_its_attention(rows, weights):
+    """Few others clear counters of all, and nothing is copied."""
+    key = ["decode", rows, 4]
+    arguments = "llama3_8b", 512, key, False, 32, weights, None, "mosaic_gpu"
     found = compile_for_h200(program, *arguments, products="triton")
     kernels = {kernel.name: kernel.spilled for kernel in found.kernels}
-    assert kernels == {"paged_attention": 0, "decode_layer": 0}
+    assert kernels == {"decode_layer": 0} | ({"quantized_matmul": 0} if weights else {})
     assert found.aliased >= pool("llama3_8b", 512, 1)
     starts = [thunk.split()[0] for thunk in found.thunks]
     assert starts.count("kCommandBuffer") == 1
     assert not re.search(r"s32\[\d+\]\S* copy\(", found.hlo)
-    calls = [i for i, start in enumerate(starts) if start == "kCustomCall"]
-    layers = 2
-    assert len(calls) == 2 * layers
-    # The angles of the rotary embedding are computed once, between the first two, and
-    # here the two layers clear theirs.
-    assert calls[-1] - calls[0] + 1 <= 3 * layers + 1
+    layers = [i for i, start in enumerate(starts) if start == "kCustomCall"][-2:]
+    # Here each of the two clears counters of its own.
+    assert layers[1] - layers[0] <= 2
+    logits = rows * preset("llama3_8b").vocab_size * 4
     copied = (w for w in found.written(6 * MIB) if "mosaic_gpu" not in w.operation)
-    assert [w for w in copied if w.size > 8 * preset("llama3_8b").vocab_size * 4] == []
+    assert [w for w in copied if w.size > logits] == []
+    # Where no row has a temperature no logits are copied.
+    branch = [x.split()[0] for x in found.thunks]
+    branch = branch[branch.index("true_branch:") + 1 :][:1]
+    assert branch == ["kCustomKernel"]
 
 
 @pytest.mark.parametrize("count", [1, *exhaustive(4)])

@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.decode_layer import DecodeLayerConfig, mosaic_gpu, share
+from pallas_kernels.decode_layer.api import _arrays
 from pallas_kernels.mosaic import H200
+from pallas_kernels.tile_sparse_matmul import TileSparse
 from tests.compiled import compile_for_h200
-from tests.pallas_kernels.decode_layer.test_decode_layer import operands
+from tests.pallas_kernels.decode_layer.test_decode_layer import EPS, operands
 from tests.pallas_kernels.decode_layer.test_gpu import LLAMA3_8B
 from tests.pallas_kernels.decode_layer.test_peers import (
     P,
@@ -18,7 +21,7 @@ from tests.pallas_kernels.decode_layer.test_peers import (
     local_problem,
     split,
 )
-from tests.registers import kernels
+from tests.registers import kernels, on_one
 from tests.tiers import exhaustive
 
 
@@ -43,6 +46,56 @@ def test_it_is_one_launch_and_spills_nothing(name):
     started = [x for x in found.thunks if x.split()[0] != "kCommandBuffer"]
     assert [x.split()[0] for x in started] == ["kCustomKernel", "kCustomCall"]
     assert found.count("copy") == found.count("transpose") == 0
+
+
+def mixed_layer(devices, m):
+    """A layer of LLaMA 3 8B of whose weights some, or parts of them, stay dense."""
+    problem = dataclasses.replace(LLAMA3_8B, m=m, d_ff=1024)
+
+    def sparse(key, k, n, tiles, room):
+        values = jax.random.normal(key, (tiles, room, 128), jnp.bfloat16)
+        rows, counts = jnp.zeros((tiles, room), jnp.int32), jnp.full(tiles, room)
+        return TileSparse(values, rows, counts, jnp.arange(tiles * 128), shape=(k, n))
+
+    def make(key):
+        given = operands(problem)
+        parts = {
+            "out": [given["out"]],
+            "gate_up": [sparse(key, 4096, 1024, 8, room) for room in (1408, 640)],
+            "down": [sparse(key, 1024, 4096, 32, 128)],
+            "qkv": [
+                sparse(key, 4096, 4096, 8, 128),
+                sparse(key, 4096, 1024, 8, 1856),
+                given["qkv"][:, :1024],
+            ],
+        }
+        given |= {name: share(several, H200) for name, several in parts.items()}
+        return given | {"next_out": given["out"]}
+
+    def run(given):
+        kept = tuple(given[n].kept for n in ("out", "gate_up", "down", "qkv"))
+        return mosaic_gpu.decode_layer(
+            _arrays(given),
+            problem=dataclasses.replace(problem, kept=kept),
+            config=DecodeLayerConfig(),
+            device=H200,
+            eps=EPS,
+        )
+
+    return jax.jit(run), (on_one(devices, jax.eval_shape(make, jax.random.key(0))),)
+
+
+@pytest.mark.parametrize("m", [32, *exhaustive(1, 64)])
+def test_parts_of_which_some_are_dense_are_one_launch(m):
+    found = compile_for_h200(mixed_layer, m)
+    assert [(k.name, k.spilled) for k in found.kernels] == [("decode_layer", 0)]
+    assert found.count("copy") == found.count("transpose") == 0
+
+
+@pytest.mark.parametrize("name", ["m32", *exhaustive("m1", "m1_int8", "m32_fp8")])
+def test_attention_in_the_launch_spills_nothing(name):
+    found = compile_for_h200(kernels, "decode_layer", f"llama3_8b_{name}_attending")
+    assert [(k.name, k.spilled) for k in found.kernels] == [("decode_layer", 0)]
 
 
 def layers_over_devices(devices, m, weights, count):

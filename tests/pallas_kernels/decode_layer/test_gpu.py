@@ -14,7 +14,7 @@ import pytest
 from benchmarks.decode_layer import tile_sparse
 from pallas_kernels.decode_layer import mosaic_gpu
 from pallas_kernels.decode_layer.api import _arrays
-from pallas_kernels.decode_layer.config import DecodeLayerConfig, Kept, Problem
+from pallas_kernels.decode_layer.config import DecodeLayerConfig, Problem
 from pallas_kernels.decode_layer.specs import DecodeLayerSpec
 from pallas_kernels.mosaic import DeviceSpec
 from tests.pallas_kernels.decode_layer.test_decode_layer import (
@@ -29,6 +29,7 @@ from tests.pallas_kernels.decode_layer.test_decode_layer import (
 from tests.pallas_kernels.decode_layer.test_tile_sparse import (
     EQUAL,
     UNEVEN,
+    mixed,
     sparse,
 )
 
@@ -96,8 +97,9 @@ def real_sparse(m, uneven):
     spec = dataclasses.replace(spec, uneven=uneven)
     given, kept = dict(given), []
     for i, (name, (k, n)) in enumerate(spec.products.items()):
-        given[name] = tile_sparse(spec, k, n, jax.random.key(i))
-        kept.append(Kept(n // 128, spec.room(k)))
+        after_norm = name in ("gate_up", "qkv")
+        given[name] = tile_sparse(spec, k, n, jax.random.key(i), after_norm)
+        kept.append(given[name].kept)
     given["next_out"] = given["out"]
     return dataclasses.replace(problem, kept=tuple(kept)), given
 
@@ -149,6 +151,14 @@ def test_tiny_layers_of_tile_sparse_weights(changes, counts, columns):
     workers = DeviceSpec.current().num_sms
     problem = dataclasses.replace(TINY, **changes)
     problem, given = sparse(problem, counts, workers, columns)
+    poison(problem)
+    check(problem, given, jax.block_until_ready(run(problem, given)))
+
+
+@pytest.mark.parametrize("m", [1, 32])
+def test_tiny_layers_of_which_some_weights_are_dense(m):
+    workers = DeviceSpec.current().num_sms
+    problem, given = mixed(dataclasses.replace(TINY, m=m), workers)
     poison(problem)
     check(problem, given, jax.block_until_ready(run(problem, given)))
 

@@ -14,7 +14,6 @@ from pallas_kernels.decode_layer import (
     share,
 )
 from pallas_kernels.decode_layer.api import _arrays
-from pallas_kernels.decode_layer.config import Kept
 from pallas_kernels.decode_layer.shares import Shares, make_plan
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.mosaic import H200, use_device
@@ -32,9 +31,9 @@ from tests.pallas_kernels.decode_layer.test_decode_layer import (
 )
 
 
-def load_kept_rows(kept, first, second):
-    kept = kept.reshape(-1)
-    return np.concatenate([kept[int(at) : int(at) + 64] for at in (first, second)])
+def load_kept_rows(plan, kept, at, closure):
+    begins = np.minimum(plan[int(at) : int(at) + 2], closure["last"])
+    return np.concatenate([kept.reshape(-1)[begin:][:64] for begin in begins])
 
 
 def gather_kept(source, indices, closure):
@@ -124,10 +123,30 @@ def sparse(problem, counts, num_sms, columns=None, seed=0):
         if name in given:
             left = None if name == "gate_up" else columns
             w = pruned(given[name], counts, seed + i, left)
-            kept.append(Kept(w.tiles, w.room))
             given[name] = share(w, dataclasses.replace(H200, num_sms=num_sms))
+            kept.append(given[name].kept)
     if problem.projects:
         given["next_out"] = given["out"]
+    return dataclasses.replace(problem, kept=tuple(kept)), given
+
+
+def mixed(problem, num_sms, seed=0):
+    """A problem some of whose weights, or parts of them, are dense, and its arrays."""
+    p, given, kept = problem, operands(problem, seed), []
+    queries, keys = p.heads * p.head_dim, p.kv_heads * p.head_dim
+    q, k, v = jnp.split(given["qkv"], [queries, queries + keys], axis=1)
+    gate, up = jnp.split(given["gate_up"], 2, axis=1)
+    parts = {
+        "out": [given["out"]],
+        "gate_up": [pruned(gate, (5, 190), seed), pruned(up, (64,), seed + 1)],
+        "down": [pruned(given["down"], (70, 0), seed + 2, 128)],
+        # Those of k have room for fewer steps than those of v, with which they go.
+        "qkv": [pruned(q, (64, 200), seed + 3, 128), pruned(k, (1,), seed + 4), v],
+    }
+    for name, several in parts.items():
+        given[name] = share(several, dataclasses.replace(H200, num_sms=num_sms))
+        kept.append(given[name].kept)
+    given["next_out"] = given["out"]
     return dataclasses.replace(problem, kept=tuple(kept)), given
 
 
@@ -158,6 +177,17 @@ def test_interpreted_kernel_equals_the_reference(
     check(problem, given, run(problem, given, num_sms, **config))
 
 
+@pytest.mark.parametrize(
+    ("changes", "num_sms", "config"),
+    [({"m": 1}, 1, {}), ({"m": 16, "bias": True, "kv_heads": 2}, 3, FEW)],
+)
+def test_interpreted_kernel_takes_parts_of_which_some_are_dense(
+    changes, num_sms, config
+):
+    problem, given = mixed(dataclasses.replace(TINY, **changes), num_sms)
+    check(problem, given, run(problem, given, num_sms, **config))
+
+
 def test_a_row_does_not_depend_on_the_others():
     problem, given = sparse(dataclasses.replace(TINY, m=16), UNEVEN, 2)
     found = run(problem, given, 2, **FEW)
@@ -175,14 +205,15 @@ def test_room_that_no_tile_needs_is_not_read():
     want = run(problem, given, 2)
     poisoned = dict(given)
     for name in WEIGHTS:
-        w, shares = given[name].weight, given[name].shares
+        (w,) = given[name].parts
+        shares = Shares(w.tiles, w.shape[1], given[name].workers, w.room // 64)
         values, counts = np.asarray(w.values).copy(), np.asarray(w.counts)
         plan = np.asarray(given[name].plan)[shares.of_pair : shares.of_feature]
         for *tiles, _, _ in plan.reshape(-1, 4):
             values[tiles, -(-counts[tiles].max() // 64) * 64 :] = np.nan
         assert name != "gate_up" or np.isnan(values).any()
         w = w.with_values(jnp.asarray(values))
-        poisoned[name] = dataclasses.replace(given[name], weight=w)
+        poisoned[name] = dataclasses.replace(given[name], parts=(w,))
     for a, b in zip(run(problem, poisoned, 2), want, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -199,12 +230,20 @@ def test_xla_equals_the_reference(changes, columns):
     check(problem, given, (residual, *heads))
 
 
+def test_xla_takes_parts_of_which_some_are_dense():
+    problem, given = mixed(TINY, 132)
+    residual, heads = decode_layer(*arguments(problem, given), eps=EPS)
+    assert heads is not None
+    check(problem, given, (residual, *(x.reshape(problem.m, -1) for x in heads)))
+
+
 @pytest.mark.parametrize("workers", [1, 5, 132])
 @pytest.mark.parametrize(
     ("tiles", "most", "columns"),
     [(1, 64, False), (7, 500, False), (24, 4000, True), (225, 1024, True)],
 )
-def test_blocks_share_all_steps_equally(workers, tiles, most, columns):
+@pytest.mark.parametrize("after_norm", [False, True])
+def test_blocks_share_all_steps_equally(workers, tiles, most, columns, after_norm):
     rng = np.random.default_rng(tiles)
     counts, n, places = rng.integers(0, most, tiles), tiles * 128, None
     counts[: tiles // 3] = 0
@@ -214,15 +253,21 @@ def test_blocks_share_all_steps_equally(workers, tiles, most, columns):
         places = np.full(n, tiles * 128)
         places[chosen] = np.arange(tiles * 128)
         places = jnp.asarray(places)
-    shares = Shares(tiles, n, workers)
-    plan = make_plan(jnp.asarray(counts), places, shares)
+    shares = Shares(tiles, n, workers, -(-most // 64))
+    plan = make_plan(jnp.asarray(counts), places, shares, after_norm=after_norm)
     assert isinstance(plan, np.ndarray)  # made without a program
-    traced = jax.jit(lambda *given: make_plan(*given, shares))(counts, places)
+    traced = jax.jit(lambda *given: make_plan(*given, shares, after_norm=after_norm))
+    traced = traced(counts, places)
     np.testing.assert_array_equal(traced, plan)
     assert plan.size == shares.size
     of_worker = plan[: shares.of_pair].reshape(-1, 8)
     of_pair = plan[shares.of_pair : shares.of_feature].reshape(-1, 4)
-    of_feature = plan[shares.of_feature :].reshape(-1, 2)
+    of_feature = plan[shares.of_feature : shares.of_step].reshape(-1, 2)
+    of_step = plan[shares.of_step :].reshape(-1, 2)
+    for first, second, before, after in of_pair:
+        own = 64 * np.arange(after - before)
+        for tile, begins in zip((first, second), of_step[before:after].T, strict=True):
+            np.testing.assert_array_equal(begins, tile * shares.depth * 64 + own)
     parts, work = {}, []
     for worker, (number, first, skip, taken, *two, begin, end) in enumerate(of_worker):
         for pair in range(first, first + number):
@@ -234,7 +279,12 @@ def test_blocks_share_all_steps_equally(workers, tiles, most, columns):
             assert pair + worker not in parts and pair + worker < shares.parts
             parts[pair + worker] = steps
         work.append(end - begin)
-    assert max(work) - min(work) <= 1
+    assert len(work) == workers and sum(work) == max(of_pair[:, 3])
+    late = work[-4:] if after_norm and workers > 4 else []
+    busy = work[: workers - len(late)]
+    assert max(busy) - min(busy) <= 1
+    # The last blocks have less, or nothing.
+    assert all(max(busy) - own >= 6 or own == 0 for own in late)
     packed = np.arange(n) if places is None else np.asarray(places)
     for feature in rng.permutation(n)[:100]:
         where, number = of_feature[feature]
@@ -255,7 +305,7 @@ def test_errors_say_what_to_do():
     problem, given = sparse(TINY, EQUAL, 132)
     attended, residual, layer, projection = arguments(problem, given)
     dense = operands(TINY)
-    with pytest.raises(ValueError, match="all are tile-sparse"):
+    with pytest.raises(ValueError, match="all are shared"):
         mixed = dataclasses.replace(layer, down=dense["down"])
         decode_layer(attended, residual, mixed, projection, eps=EPS)
     narrow = TileSparse.from_dense(dense["down"], jnp.ones((256, 256), bool), tile=64)
