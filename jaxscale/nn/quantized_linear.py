@@ -242,7 +242,9 @@ class QuantizedLinear(Parts, nnx.Module):
         if norm.plus_one or weight.dtype != x.dtype:
             weight = norm.factors
         rows = x.reshape(-1, x.shape[-1])
-        found = quantize_rms_norm(rows, weight, self.kernel.dtype, eps=norm.eps)
+        found = quantize_rms_norm(
+            rows, weight, self.kernel.dtype, eps=norm.eps, columns=False
+        )
         return activate(self._of_rows(found, x.shape[:-1]), activation)
 
     def after_gate(
@@ -259,7 +261,9 @@ class QuantizedLinear(Parts, nnx.Module):
         if not self._rounds_alone(both):
             return None
         rows = both.reshape(-1, both.shape[-1])
-        found = quantize_gated(rows, None, self.kernel.dtype, activation=activation)
+        found = quantize_gated(
+            rows, None, self.kernel.dtype, activation=activation, columns=False
+        )
         return self._of_rows(found, both.shape[:-1])
 
     def _rounds_alone(self, x: Float[Array, "B T _in"]) -> bool:
@@ -300,7 +304,7 @@ class QuantizedLinear(Parts, nnx.Module):
         if math.prod(x.shape[:-1]) < self.rounds_from:
             return quantized_matmul(x, kernel, scale, out_dtype=self.out_dtype)
         # One pass over the activations; XLA would take one for the scales, another one.
-        rows = quantize_rows(x.reshape(-1, x.shape[-1]), kernel.dtype)
+        rows = quantize_rows(x.reshape(-1, x.shape[-1]), kernel.dtype, columns=False)
         y = scaled_matmul(
             rows.data, kernel, rows.scale, scale, out_dtype=self.out_dtype
         )

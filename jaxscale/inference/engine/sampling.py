@@ -41,12 +41,14 @@ def draw(
         arXiv 1411.0030.
     """
     warm = _float(rows, Column.TEMPERATURE) > 0
-    noisy = jax.lax.cond(
-        jnp.any(warm),
-        lambda: _scaled(logits, rows) + _noise(logits.shape, rows, positions),
-        lambda: logits,
-    )
-    return jnp.argmax(jnp.where(warm[:, None], noisy, logits), -1).astype(jnp.int32)
+    likely = jnp.argmax(logits, -1)
+
+    def sampled() -> Array:
+        noisy = _scaled(logits, rows) + _noise(logits.shape, rows, positions)
+        return jnp.where(warm, jnp.argmax(noisy, -1), likely)
+
+    # Tokens come out of both branches: logits would be copied, row by row.
+    return jax.lax.cond(jnp.any(warm), sampled, lambda: likely).astype(jnp.int32)
 
 
 def draw_filtered(
