@@ -31,7 +31,8 @@ device. With ``tp`` the model
 is split over so many GPUs: ``low_latency`` sums over them by the kernel without a
 barrier, ``xla_nccl`` by XLA, and ``jaxscale`` by what dispatch picks.
 
-Cases with ``weights`` have them in 8 bits, a byte each, or pruned: ``tw50`` and
+Cases with ``weights`` have them in 8 bits, a byte each (with ``kv`` keys and values are
+so as well), or pruned: ``tw50`` and
 ``tw75`` keep 50% and 25% of the weights of all blocks, as the tile-wise masks of the
 trained model ``masks`` do (`benchmarks.pruned_model`), in the layers that
 `jaxscale.pruning.sparsify` makes. Beside the same case without ``weights``, which is
@@ -89,7 +90,8 @@ _SOLO = 4  # requests that also run by themselves
 _PROGRAMS = "BENCHMARK_PROGRAMS"  # names a folder of compiled programs
 _TRACES = "BENCHMARK_TRACES"  # names a folder of timelines
 _SAY_SECONDS = 10.0  # at least between two words of what is compiled
-_TRACED = ("model", "workload", "gap_ms", "slots", "batch", "context", "weights", "tp")
+_SIZES = ("model", "workload", "gap_ms", "slots", "batch", "context")
+_TRACED = (*_SIZES, "weights", "kv", "tp")
 _MANY = 64  # requests that are too many to run on instances of their own
 
 
@@ -195,6 +197,8 @@ def _started(
     more: dict[str, Any] = {"program_cache": os.environ.get(_PROGRAMS)}
     if policy in SUMS:
         more["all_reduce"] = SUMS[policy]
+    if "kv" in params:
+        more["kv_dtype"] = params["kv"]
     if few and timing.on_gpu():
         more["prefill_tokens"] = (2048,)
     engine = policies.engine_for(model, load, slots, buckets, wait=False, **more)
@@ -353,6 +357,8 @@ def _serve_vllm(params: Params, seed: int, samples: int) -> Measurement:
     if "weights" in params:
         # Which rounds activations, too, and has no form that does not.
         settings["quantization"] = "fp8"
+    if "kv" in params:
+        settings["kv_cache_dtype"] = params["kv"]
     with timing.turn():
         found = vllm_serving.run(
             config | {"max_position_embeddings": longest},

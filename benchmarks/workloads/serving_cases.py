@@ -97,10 +97,12 @@ def cases() -> list[Case]:
         load_case("random_lengths", "llama1_7b", "flover:2048", 0),
         load_case("saturated", models[1], "sharegpt", 10, **many),
         *(
-            load_case(f"saturated_{weights}", models[1], "sharegpt", 10, **many, **own)
-            for weights in ("fp8", "fp8_dynamic", *TILE_WISE)
-            for masks in ({"masks": MASKS} if weights in TILE_WISE else {},)
-            for own in ({"weights": weights} | masks,)
+            load_case(f"saturated_{name}", models[1], "sharegpt", 10, **many, **own)
+            for name, own in (
+                *((w, {"weights": w}) for w in ("fp8", "fp8_dynamic")),
+                ("fp8_dynamic_kv_fp8", {"weights": "fp8_dynamic", "kv": "fp8"}),
+                *((w, {"weights": w, "masks": MASKS}) for w in TILE_WISE),
+            )
         ),
         *(
             load_case(f"saturated_one_size{name}", models[1], "sharegpt", 10, **case)
