@@ -31,7 +31,8 @@ device. With ``tp`` the model
 is split over so many GPUs: ``low_latency`` sums over them by the kernel without a
 barrier, ``xla_nccl`` by XLA, and ``jaxscale`` by what dispatch picks.
 
-Cases with ``weights`` have them in 8 bits, a byte each, or pruned: ``tw50`` and
+Cases with ``weights`` have them in 8 bits, a byte each (with ``kv`` keys and values are
+so as well), or pruned: ``tw50`` and
 ``tw75`` keep 50% and 25% of the weights of all blocks, as the tile-wise masks of the
 trained model ``masks`` do (`benchmarks.pruned_model`), in the layers that
 `jaxscale.pruning.sparsify` makes. Beside the same case without ``weights``, which is
@@ -42,7 +43,10 @@ kept.
 Where the environment variable ``BENCHMARK_TRACES`` names a folder, ``jaxscale`` serves
 each case once more and leaves a timeline of its steps there, for Perfetto.
 
-``python -m benchmarks.serving server`` measures what HTTP costs: see `serving_http`.
+HTTP: ``streams`` requests at once, by the server (``jaxscale``) and by the same calls
+of `LLM` (``llm``), in turns on one engine: see `serving_http`.
+
+A child says on standard error how far it is: a run that is cut off says where it was.
 """
 
 import atexit
@@ -64,6 +68,7 @@ from benchmarks.measure.harness import Benchmark, Custom, Measurement, Params
 from benchmarks.workloads.serving_cases import (
     TILE_WISE,
     cases,
+    http_case,
     is_pruned,
     load_case,
     token_case,
@@ -76,6 +81,7 @@ from jaxscale.observability.trace_events import write_events
 OURS = ("jaxscale", "concurrent", "static", "windowed")
 SUMS = {"low_latency": "low_latency", "xla_nccl": "xla"}
 """`EngineConfig.all_reduce` of ours on several GPUs; of the others it is None."""
+LLM = "llm"
 TORCH = "torch_continuous"
 _STEPS = 64  # of a token's time
 _WARM = 16  # tokens of an answer, where the first ones are enough to warm up
@@ -83,7 +89,9 @@ _LONGEST_START = 900.0  # seconds, after which a program has failed to compile
 _SOLO = 4  # requests that also run by themselves
 _PROGRAMS = "BENCHMARK_PROGRAMS"  # names a folder of compiled programs
 _TRACES = "BENCHMARK_TRACES"  # names a folder of timelines
-_TRACED = ("model", "workload", "gap_ms", "slots", "batch", "context", "weights", "tp")
+_SAY_SECONDS = 10.0  # at least between two words of what is compiled
+_SIZES = ("model", "workload", "gap_ms", "slots", "batch", "context")
+_TRACED = (*_SIZES, "weights", "kv", "tp")
 _MANY = 64  # requests that are too many to run on instances of their own
 
 
@@ -126,6 +134,14 @@ def model_of(params: Params, seed: int) -> Any:
 # --- In a child -----------------------------------------------------------------------
 
 
+_BEGUN = time.perf_counter()
+
+
+def _say(what: str) -> None:
+    """Tell how far this process is: what it returns is lost if it is ended."""
+    print(f"{time.perf_counter() - _BEGUN:5.0f} s: {what}", file=sys.stderr, flush=True)
+
+
 def load_of(params: dict[str, Any], seed: int) -> Any:
     """The requests of a case of either kind."""
     from benchmarks.workloads import serving_policies as policies
@@ -163,11 +179,13 @@ def _started(
     from jaxscale.inference.engine.make import freeze_gc_heap
 
     model = model_of(params, seed)
+    _say("the model is there")
     start = time.perf_counter()
     if "weights" in params and not is_pruned(params):
         from jaxscale import models
 
         model = models.quantize(model, params["weights"])
+        _say(f"its weights are {params['weights']}")
     slots: Any = max(2, 1 << (params.get("batch", 1) - 1).bit_length())
     slots = params.get("slots", slots)
     if slots == "default":
@@ -179,15 +197,23 @@ def _started(
     more: dict[str, Any] = {"program_cache": os.environ.get(_PROGRAMS)}
     if policy in SUMS:
         more["all_reduce"] = SUMS[policy]
+    if "kv" in params:
+        more["kv_dtype"] = params["kv"]
     if few and timing.on_gpu():
         more["prefill_tokens"] = (2048,)
     engine = policies.engine_for(model, load, slots, buckets, wait=False, **more)
     costs = {"ready_seconds": time.perf_counter() - start}
-    while not engine.runner.table.whole:
-        if time.perf_counter() - start > _LONGEST_START:
+    table, said = engine.runner.table, -_SAY_SECONDS
+    while not table.whole:
+        passed = time.perf_counter() - start
+        if passed > _LONGEST_START:
             raise RuntimeError("programs are missing, see the log")
+        if passed > said + _SAY_SECONDS:
+            said = passed
+            _say("programs: {} of {}".format(*table.num_compiled))
         time.sleep(0.05)
     costs["compile_seconds"] = time.perf_counter() - start
+    _say("all programs are there")
     costs["slots"] = float(engine.runner.config.num_slots)
     engines = [engine]
     if policy == "concurrent":
@@ -229,8 +255,14 @@ def _timed(
 
     policies.alone(engines[0], load, [0])
     # Without joining a load takes minutes, and all steps have one shape.
-    run(load.to_warm_up() if policy == "jaxscale" else load.cut(_WARM))
-    runs = [run(load) for _ in range(samples)]
+    warm = load.to_warm_up() if policy == "jaxscale" else load.cut(_WARM)
+    runs = []
+    for number, each in enumerate([warm] + [load] * samples):
+        runs.append(run(each))
+        tokens, seconds = sum(each.outputs), max(o.ended for o in runs[-1])
+        name = f"sample {number} of {samples}" if number else "warmed up"
+        _say(f"{name}: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:,.0f}/s")
+    del runs[0]
     if policy == "jaxscale" and _TRACES in os.environ:
         with engines[0].recorded() as timeline:
             run(load)
@@ -319,9 +351,14 @@ def _serve_vllm(params: Params, seed: int, samples: int) -> Measurement:
     }
     if params.get("slots", "default") != "default":
         settings["max_num_seqs"] = params["slots"]
+    if "tp" in params:
+        # Its sum with a norm goes through NVLink multicast where FlashInfer is there.
+        settings["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if "weights" in params:
         # Which rounds activations, too, and has no form that does not.
         settings["quantization"] = "fp8"
+    if "kv" in params:
+        settings["kv_cache_dtype"] = params["kv"]
     with timing.turn():
         found = vllm_serving.run(
             config | {"max_position_embeddings": longest},
@@ -346,6 +383,25 @@ def _serve_vllm(params: Params, seed: int, samples: int) -> Measurement:
 
 
 @functools.cache
+def _serve_http(
+    params: tuple[tuple[str, Any], ...], samples: int
+) -> dict[str, Measurement]:
+    """Measure the server and `LLM`, in turns."""
+    from benchmarks.workloads import serving_http
+
+    with timing.turn():
+        found = serving_http.compare(**dict(params), rounds=samples)
+    return {
+        name: Measurement(
+            [each.seconds for each in rounds],
+            None,
+            metrics=serving_http.figures(rounds),
+        )
+        for name, rounds in zip(("jaxscale", LLM), found, strict=True)
+    }
+
+
+@functools.cache
 def _programs() -> str:
     """A folder for the programs of all children, which goes with this process."""
     folder = tempfile.TemporaryDirectory()
@@ -355,6 +411,10 @@ def _programs() -> str:
 
 def _refused(params: Any, name: str) -> str | None:
     """Why an implementation does not run a case; None if it may."""
+    if "streams" in params:
+        return None if name in ("jaxscale", LLM) else "it has no server here"
+    if name == LLM:
+        return "it is what the server is set against"
     if "context" in params and name in OURS[1:]:
         return "a step is the same however requests are served"
     if name in SUMS and "tp" not in params:
@@ -386,6 +446,8 @@ def _in_child(name: str) -> Custom:
             raise NotImplementedError(refused)
         if name == "vllm":
             return _serve_vllm(params, seed, samples)
+        if "streams" in params:
+            return _serve_http(tuple(params.items()), samples)[name]
         job = json.dumps([name, dict(params), seed, samples])
         environment = {_PROGRAMS: _programs(), **os.environ}
         if name != TORCH:
@@ -395,12 +457,12 @@ def _in_child(name: str) -> Custom:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.serving", "--child", job],
             env=environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
             text=True,
             check=False,
         )
         if done.returncode:
-            raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
+            raise RuntimeError(f"{name} failed with {done.returncode}")
         *said, last = done.stdout.splitlines()
         print("\n".join(said), file=sys.stderr)
         result = json.loads(last)
@@ -451,12 +513,15 @@ BENCHMARK = Benchmark(
             "poisson", "llama_tiny", "alpaca", 2, arrivals="poisson", requests=6,
             slots=4, shrink=16, window_s=0.01,
         ),
+        http_case("small", 8, 32, 64),
     ],
     kernels=("paged_attention", "varlen_attention", "tile_sparse_matmul"),
     trains=lambda case: False,
     runs=lambda case, name, op: op != "tile_sparse_matmul" or is_pruned(case.params),
     inputs=lambda params, key: (),
-    implementations={name: _in_child(name) for name in (*OURS, *SUMS, TORCH, "vllm")},
+    implementations={
+        name: _in_child(name) for name in (*OURS, *SUMS, TORCH, "vllm", LLM)
+    },
     metrics=metrics,
     time="wall",
     devices=lambda params: params.get("tp", 1),
@@ -482,9 +547,5 @@ if __name__ == "__main__":
         if (peak := _peak_gib(name)) is not None:
             result["metrics"]["peak_gib"] = peak
         print(json.dumps(result))
-    elif sys.argv[1:2] == ["server"]:
-        from benchmarks.workloads import serving_http
-
-        sys.exit(not serving_http.main(sys.argv[2:]))
     else:
         command.run(BENCHMARK)

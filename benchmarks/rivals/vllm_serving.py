@@ -41,6 +41,7 @@ _ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
+_FAR = "vllm:"  # begins the lines of the child that say how far it is
 _NOT_THERE = 3  # exit status where vLLM cannot be imported
 
 
@@ -91,7 +92,8 @@ def run(
         place.joinpath("job.json").write_text(
             json.dumps({**job, "digest": digest(load)})
         )
-        child = subprocess.Popen(
+        said = ""
+        with subprocess.Popen(
             [python, "-P", __file__, folder],
             env=environment,
             cwd=folder,
@@ -99,14 +101,18 @@ def run(
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-        )
-        try:
-            said, _ = child.communicate()
-        finally:
-            # Its core, too, which would keep the GPU.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+        ) as child:
+            try:
+                assert child.stdout is not None
+                for line in child.stdout:
+                    said += line
+                    if line.startswith(_FAR):
+                        print(line, end="", file=sys.stderr, flush=True)
+                child.wait()
+            finally:
+                # Its core, too, which would keep the GPU.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
         if child.returncode == _NOT_THERE:
             raise NotImplementedError(said.strip().splitlines()[-1])
         if child.returncode:
@@ -177,10 +183,15 @@ async def _measured(folder: pathlib.Path, vllm: Any) -> dict[str, Any]:
         usage_context=UsageContext.OPENAI_API_SERVER,  # whose defaults are a server's
     )
     seconds = time.perf_counter() - start
+    _say(f"can answer after {seconds:.1f} s")
     scheduler = engine.vllm_config.scheduler_config
     try:
-        await _served(engine, job["warm"])
-        runs = [await _served(engine, load) for _ in range(job["samples"])]
+        runs = []
+        for each in [job["warm"]] + [load] * job["samples"]:
+            runs.append(await _served(engine, each))
+            tokens, took = sum(each["outputs"]), max(e[-1] for e in runs[-1])
+            _say(f"{tokens} tokens in {took:.2f} s, {tokens / took:,.0f}/s")
+        del runs[0]  # which warmed up
     finally:
         engine.shutdown()
     return {
@@ -192,6 +203,10 @@ async def _measured(folder: pathlib.Path, vllm: Any) -> dict[str, Any]:
             "prefill_tokens": scheduler.max_num_batched_tokens,
         },
     }
+
+
+def _say(what: str) -> None:
+    print(f"{_FAR} {what}", flush=True)
 
 
 def _main(arguments: Sequence[str]) -> int:

@@ -59,6 +59,12 @@ def token_case(
     return Case(name, params)
 
 
+def http_case(model: str, streams: int, prompt: int, output: int) -> Case:
+    """Requests at once through HTTP; an answer has `output` tokens on average."""
+    sizes = {"streams": streams, "prompt": prompt, "output": output}
+    return Case(f"http_{streams}_streams", {"model": model, **sizes})
+
+
 def cases() -> list[Case]:
     """All that `benchmarks.serving` measures."""
     poisson = {"arrivals": "poisson"}
@@ -91,10 +97,12 @@ def cases() -> list[Case]:
         load_case("random_lengths", "llama1_7b", "flover:2048", 0),
         load_case("saturated", models[1], "sharegpt", 10, **many),
         *(
-            load_case(f"saturated_{weights}", models[1], "sharegpt", 10, **many, **own)
-            for weights in ("fp8", "fp8_dynamic", *TILE_WISE)
-            for masks in ({"masks": MASKS} if weights in TILE_WISE else {},)
-            for own in ({"weights": weights} | masks,)
+            load_case(f"saturated_{name}", models[1], "sharegpt", 10, **many, **own)
+            for name, own in (
+                *((w, {"weights": w}) for w in ("fp8", "fp8_dynamic")),
+                ("fp8_dynamic_kv_fp8", {"weights": "fp8_dynamic", "kv": "fp8"}),
+                *((w, {"weights": w, "masks": MASKS}) for w in TILE_WISE),
+            )
         ),
         *(
             load_case(f"saturated_one_size{name}", models[1], "sharegpt", 10, **case)
@@ -108,13 +116,15 @@ def cases() -> list[Case]:
         load_case("saturated_defaults", models[1], "sharegpt", 10, **many | DEFAULTS),
         load_case("long_prompts", models[1], "sharegpt:8000", 80, **many | DEFAULTS),
         *(
-            load_case("saturated_tp4", model, "sharegpt", 10, **many, tp=4, **more)
+            load_case(f"saturated_tp{tp}", model, "sharegpt", 10, **many, tp=tp, **more)
             for model, more in split
+            for tp in (2, 4)
         ),
         *(
             load_case(f"all_at_once_{i}_{o}", models[1], f"{i}/{o}", 0, **long)
             for i, o in ((1000, 1000), (128, 2048))
         ),
+        http_case(models[1], 256, 128, 192),
     ]
 
 

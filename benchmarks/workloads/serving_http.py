@@ -9,11 +9,11 @@ elsewhere.
 
 Answers have text: a word for each token. Lengths are uniform around their mean.
 
-``python -m benchmarks.serving server`` runs it on a small model; with ``--model
-llama3_8b --streams 256`` on that one, with random weights.
+These are the cases ``http_*`` of `benchmarks.serving`. Where others use the machine, or
+it has fewer than three cores, the rate says little: the time of the processor does not
+depend on them.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -46,10 +46,6 @@ class Round:
     """From the first request to the last answer."""
     server_cpu: float
     """Seconds of CPU time of the processes of engine and server."""
-    client_cpu: float = 0.0
-    """Seconds of CPU time of the client."""
-    events: int = 0
-    """Parts of all streams."""
 
     @property
     def rate(self) -> float:
@@ -280,102 +276,56 @@ class Process:
 
 def measure(process: Process, bodies: Bodies, streams: int) -> Round:
     """All requests through the server, or with 0 streams by `LLM`."""
-    before, mine = process.ask([])["cpu"], time.process_time()
+    before = process.ask([])["cpu"]
     if streams:
-        tokens, events, seconds = call(process.port, bodies, streams)
+        tokens, _, seconds = call(process.port, bodies, streams)
     else:
         found = process.ask(bodies)
-        tokens, events, seconds = found["tokens"], 0, found["seconds"]
-    used = process.ask([])["cpu"] - before
-    return Round(tokens, seconds, used, time.process_time() - mine, events)
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """The server against `LLM`."""
-
-    throughput: float
-    """Tokens per second over those of `LLM`, of the best rounds."""
-    cpu: float
-    """Processor time a token over that of `LLM`, of the cheapest rounds."""
-
-    @property
-    def held(self) -> bool:
-        """Whether less than a twentieth is lost."""
-        return self.throughput > 0.95
+        tokens, seconds = found["tokens"], found["seconds"]
+    return Round(tokens, seconds, process.ask([])["cpu"] - before)
 
 
 def compare(
-    *,
-    streams: int = 64,
-    prompt: int = 32,
-    output: int = 256,
-    model: str = "small",
-    rounds: int = 5,
-) -> Comparison:
-    """Measure the server and `LLM` in turns; the best of some rounds of each counts.
-
-    Where others use the machine, or it has fewer than three cores, the rate says
-    little: the time of the processor does not depend on them.
+    *, model: str, streams: int, prompt: int, output: int, rounds: int
+) -> tuple[list[Round], list[Round]]:
+    """Measure the server and `LLM` in turns, after one round of each.
 
     Args:
+        model: A preset, or ``"small"``.
         streams: Requests of a round, all at once.
         prompt: Tokens of each prompt.
         output: Mean tokens of an answer.
-        model: A preset, or ``"small"``.
         rounds: How often each is measured.
+
+    Returns:
+        The rounds of the server, and those of `LLM`.
     """
     bodies = make_bodies(streams, prompt, output)
     longest = prompt + output * 3 // 2
-    llm, server = [], []
+    found: tuple[list[Round], list[Round]] = [], []
     slots = 1 << (streams - 1).bit_length()
     with Process(model, slots, longest) as process:
-        for _ in range(rounds + 1):
-            llm.append(measure(process, bodies, 0))
-            server.append(measure(process, bodies, streams))
-    del llm[0], server[0]
-    for name, found in (("LLM", llm), ("server", server)):
-        print(f"{name}: {_shown(found)}")
-    made = Comparison(
-        max(r.rate for r in server) / max(r.rate for r in llm),
-        min(map(_cpu, server)) / min(map(_cpu, llm)),
-    )
-    pairs = zip(server, llm, strict=True)
-    median = statistics.median(a.rate / b.rate for a, b in pairs)
-    print(
-        f"{streams} streams: {made.throughput:.3f} of the throughput of LLM (at least "
-        f"0.95; median of rounds {median:.3f}), {made.cpu:.3f} of its processor time"
-    )
-    return made
+        for number in range(rounds + 1):
+            for of_one, name, count in zip(
+                found, ("server", "LLM"), (streams, 0), strict=True
+            ):
+                each = measure(process, bodies, count)
+                print(f"{name} {number}: {each.rate:,.0f} tokens/s", file=sys.stderr)
+                of_one.append(each)
+    return found[0][1:], found[1][1:]
 
 
-def _cpu(found: Round) -> float:
-    """Microseconds of CPU time per token."""
-    return 1e6 * found.server_cpu / found.tokens
-
-
-def _shown(rounds: Sequence[Round]) -> str:
-    rates = ", ".join(f"{r.rate:,.0f}" for r in rounds)
-    mine = 1e6 * min(r.client_cpu / r.tokens for r in rounds)
-    return (
-        f"{rates} tokens/s, {rounds[0].tokens} tokens in {rounds[0].events} parts, "
-        f"processor {min(map(_cpu, rounds)):.0f} us a token, client {mine:.1f}"
-    )
-
-
-def main(arguments: Sequence[str]) -> bool:
-    """Compare as the command line says; whether the server held."""
-    from jaxscale.inference.engine.device_share import reserve_for_serving
-
-    reserve_for_serving()
-    parser = argparse.ArgumentParser(description="HTTP against LLM on one engine")
-    parser.add_argument("--model", default="small")
-    for name, default in (("streams", 64), ("prompt", 32), ("output", 256)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--rounds", type=int, default=5)
-    return compare(**vars(parser.parse_args(arguments))).held
+def figures(rounds: Sequence[Round]) -> dict[str, float]:
+    """What a row says of the rounds of one of both."""
+    return {
+        "tokens_per_second": statistics.median(each.rate for each in rounds),
+        "cpu_us_per_token": min(1e6 * each.server_cpu / each.tokens for each in rounds),
+    }
 
 
 if __name__ == "__main__":
+    from jaxscale.inference.engine.device_share import reserve_for_serving
+
+    reserve_for_serving()
     name, *numbers = sys.argv[1:]
     serve(name, *map(int, numbers))

@@ -30,7 +30,8 @@ class QuantizedRows(NamedTuple):
     numbers of a row."""
     largest: Any
     """[K], fp32: the largest magnitude of each column before it was rounded, from which
-    `power_of_two_scale` makes the scales of the transposed matrix. By blocks None."""
+    `power_of_two_scale` makes the scales of the transposed matrix. None by blocks, or
+    without `columns`."""
 
 
 def quantize_rows(
@@ -39,6 +40,7 @@ def quantize_rows(
     *,
     through: DTypeLike | None = None,
     blocks: bool = False,
+    columns: bool = True,
     implementation: str | Sequence[str] | None = None,
 ) -> QuantizedRows:
     """Quantizes each row to fp8 by a scale of its own, and finds the column maxima.
@@ -53,13 +55,14 @@ def quantize_rows(
         through: type to which x is rounded first: that of the computation, for weights
             in fp32. None is the type of x.
         blocks: scale each 128 numbers of a row by themselves (1 x 128).
+        columns: find the largest magnitude of each column; for nothing by `blocks`.
         implementation: "mosaic_gpu" (Hopper; K a multiple of 128 from 256 to 16,384,
             with `blocks` of 512; bfloat16 or float16, or fp32 through one of these),
             "xla", a sequence of these, or None for the best.
 
     Returns:
         The quantized values, the scale of each row, and the largest magnitude of each
-        column; with `blocks` the scales of blocks and None.
+        column or None; with `blocks` the scales of blocks and None.
 
     Raises:
         ValueError: x is no matrix or has no floating type, or `dtype` is none of the
@@ -77,7 +80,8 @@ def quantize_rows(
     References:
         FP8 Formats for Deep Learning, arXiv 2209.05433.
     """
-    options = _types(dtype, x, through=through) | {"blocks": blocks}
+    options = _types(dtype, x, through=through)
+    options |= {"blocks": blocks, "columns": columns}
     return QuantizedRows(*_quantize_rows(implementation, x, **options))
 
 
@@ -88,6 +92,7 @@ def quantize_rms_norm(
     *,
     eps: float,
     blocks: bool = False,
+    columns: bool = True,
     implementation: str | Sequence[str] | None = None,
 ) -> QuantizedRows:
     """`quantize_rows` of ``x / sqrt(mean(x^2) + eps) * weight``.
@@ -101,6 +106,7 @@ def quantize_rms_norm(
         dtype: float8_e4m3fn or float8_e5m2.
         eps: added to the mean square.
         blocks: as of `quantize_rows`.
+        columns: as of `quantize_rows`.
         implementation: as of `quantize_rows`; the kernel takes K up to 8,192.
 
     Raises:
@@ -116,7 +122,7 @@ def quantize_rms_norm(
         >>> print(q.data.astype(jnp.float32) * q.scale[:, None])
         [[0.203125 1.375   ]]
     """
-    options = _types(dtype, x) | {"eps": eps, "blocks": blocks}
+    options = _types(dtype, x) | {"eps": eps, "blocks": blocks, "columns": columns}
     if weight.shape != x.shape[1:] or weight.dtype not in (jnp.float32, x.dtype):
         raise ValueError(
             f"weight has type {weight.dtype} and shape {weight.shape}, expected float32"
@@ -132,6 +138,7 @@ def quantize_gated(
     *,
     activation: str,
     blocks: bool = False,
+    columns: bool = True,
     implementation: str | Sequence[str] | None = None,
 ) -> QuantizedRows:
     """`quantize_rows` of ``activation(gate) * up``, rounded to the type of both first.
@@ -144,6 +151,7 @@ def quantize_gated(
         dtype: float8_e4m3fn or float8_e5m2.
         activation: a name in `pallas_kernels.matmul.ACTIVATIONS`.
         blocks: as of `quantize_rows`.
+        columns: as of `quantize_rows`.
         implementation: as of `quantize_rows`.
 
     Raises:
@@ -161,6 +169,7 @@ def quantize_gated(
     check_activation(activation)
     sides = (gate,) if up is None else (gate, up)
     options = {"activation": activation, "blocks": blocks, **_types(dtype, *sides)}
+    options["columns"] = columns
     if up is None and gate.shape[1] % 2:
         raise ValueError(
             f"gate has shape {gate.shape}, expected an even number of columns: those of"

@@ -71,8 +71,8 @@ _AT_A_TIME = 2048
 _WIDE = ("bfloat16", "float16", "float32")
 
 type Rounded = tuple[jax.Array, jax.Array, jax.Array | None]
-"""[M,K] in 8 bits; scales [M]; the largest magnitude of each column [K]. By blocks
-scales [M,K/128] and None."""
+"""[M,K] in 8 bits; scales [M]; the largest magnitude of each column [K], or None. By
+blocks scales [M,K/128] and None."""
 
 
 # --- Rows -----------------------------------------------------------------------------
@@ -84,6 +84,7 @@ def quantize_rows(
     dtype: DTypeLike,
     through: jnp.dtype,
     blocks: bool,
+    columns: bool,
     device: DeviceSpec,
 ) -> Rounded:
     """Rounds rows by their own scales, or by those of each `BLOCK` numbers of them.
@@ -91,7 +92,8 @@ def quantize_rows(
     K is a multiple of 128, with `blocks` of 512, and at most `MOST_COLUMNS`.
     """
     name, itself = "quantize_rows", lambda x: [x]
-    return _round(name, itself, [x], dtype, through, blocks, device)[0]
+    options: Any = {"columns": columns}
+    return _round(name, itself, [x], dtype, through, blocks, device, **options)[0]
 
 
 def quantize_rms_norm(
@@ -102,6 +104,7 @@ def quantize_rms_norm(
     through: jnp.dtype,
     eps: float,
     blocks: bool,
+    columns: bool,
     device: DeviceSpec,
 ) -> Rounded:
     """`quantize_rows` of normalized rows; K is at most half of `MOST_COLUMNS`."""
@@ -118,7 +121,8 @@ def quantize_rms_norm(
         factors = weight.astype(jnp.float32)
         return [x * lax.broadcast(lax.rsqrt(mean + eps), x.shape) * factors]
 
-    return _round(name, normalized, [x], dtype, through, blocks, device, [weight])[0]
+    options: Any = {"vectors": [weight], "columns": columns}
+    return _round(name, normalized, [x], dtype, through, blocks, device, **options)[0]
 
 
 def quantize_gated(
@@ -127,6 +131,7 @@ def quantize_gated(
     through: jnp.dtype,
     activation: str,
     blocks: bool,
+    columns: bool,
     device: DeviceSpec,
 ) -> Rounded:
     """`quantize_rows` of ``activation(gate) * up``, both [M,K] of one 16-bit type, or
@@ -138,7 +143,7 @@ def quantize_gated(
         return [activate(gate.astype(jnp.float32)) * up.astype(jnp.float32)]
 
     joined = 2 // len(sides)
-    options: Any = {"joined": joined} if joined > 1 else {}
+    options: Any = {"joined": joined, "columns": columns}
     return _round(name, gated, sides, dtype, through, blocks, device, **options)[0]
 
 
@@ -187,6 +192,7 @@ def _round(
     vectors: Sequence[jax.Array] = (),
     results: int = 1,
     joined: int = 1,
+    columns: bool = True,
 ) -> Sequence[Rounded]:
     """Rounds what a function makes of each row.
 
@@ -201,6 +207,7 @@ def _round(
         vectors: [K] each.
         results: how many rows `value` makes.
         joined: how many operands each array holds side by side, [M,`joined` K].
+        columns: whether the largest of each column is found; never by blocks.
 
     Raises:
         Unsupported: types or shape do not fit.
@@ -220,7 +227,7 @@ def _round(
     at_a_time = 3 if blocks or k * num <= _WIDEST_OF_THREE else 2
     turns = pl.cdiv(pl.cdiv(m, rows), at_a_time * device.num_sms)
     count = pl.cdiv(pl.cdiv(m, rows), turns)
-    outputs = results, results, 0 if blocks else results
+    outputs = results, results, results if columns and not blocks else 0
     # Rows of the operands in an array, of which each row holds one of all.
     sides: list[Any] = [lambda row: row]
     if joined > 1:
@@ -245,7 +252,7 @@ def _round(
             wide = x.astype(jnp.float32) * _number(inverse)
             data_refs[0][row] = wide.astype(dtype)
             scale_refs[0][row] = scale
-            return [jnp.maximum(largest[0], size)]
+            return [jnp.maximum(each, size) for each in largest]
 
         def round_blocks(start: Scalar, j: int, held: Any, largest: Any) -> Any:
             for x, data, scales in zip(
@@ -291,11 +298,12 @@ def _round(
         + [jax.ShapeDtypeStruct((count, *shape), through)] * outputs[-1],
     )
     data, scales, largest = _split(found, *outputs)
-    data = [x.reshape(-1, k) for x in data]
+    data, scales = [x.reshape(-1, k) for x in data], [*map(_number, scales)]
     if blocks:
-        scales = [_number(x).reshape(-1, k // BLOCK) for x in scales]
+        scales = [x.reshape(-1, k // BLOCK) for x in scales]
+    if not largest:
         return [(*each, None) for each in zip(data, scales, strict=True)]
-    return [*zip(data, map(_number, scales), map(_over_blocks, largest), strict=True)]
+    return [*zip(data, scales, map(_over_blocks, largest), strict=True)]
 
 
 def _round_pairs(

@@ -20,15 +20,16 @@ from pallas_kernels.matmul.activations import activate
 
 
 type Rounded = tuple[jax.Array, jax.Array, jax.Array | None]
-"""[M,K] in 8 bits; scales [M]; the largest magnitude of each column [K]. By blocks
-scales [M,K/128] and None."""
+"""[M,K] in 8 bits; scales [M]; the largest magnitude of each column [K], or None. By
+blocks scales [M,K/128] and None."""
 
 
 def quantize_rows(
-    x: jax.Array, *, dtype: DTypeLike, through: DTypeLike, blocks: bool
+    x: jax.Array, *, dtype: DTypeLike, through: DTypeLike, blocks: bool, columns: bool
 ) -> Rounded:
     """Rounds rows by their own scales, or by those of each `BLOCK` numbers of them."""
-    return _round([_rounded_to(x, through)], dtype, blocks)[0]
+    data, scale, largest = _round([_rounded_to(x, through)], dtype, blocks)[0]
+    return data, scale, largest if columns else None
 
 
 def quantize_rms_norm(
@@ -38,13 +39,13 @@ def quantize_rms_norm(
     dtype: DTypeLike,
     through: DTypeLike,
     eps: float,
-    blocks: bool,
+    **options: bool,
 ) -> Rounded:
     """`quantize_rows` of normalized rows."""
     wide = x.astype(jnp.float32)
     mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normalized = wide * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
-    return quantize_rows(normalized, dtype=dtype, through=through, blocks=blocks)
+    return quantize_rows(normalized, dtype=dtype, through=through, **options)
 
 
 def quantize_gated(
@@ -52,13 +53,13 @@ def quantize_gated(
     dtype: DTypeLike,
     through: DTypeLike,
     activation: str,
-    blocks: bool,
+    **options: bool,
 ) -> Rounded:
     """`quantize_rows` of ``activation(gate) * up``; of one array, of its halves."""
     gate, up = jnp.split(sides[0], 2, axis=1) if len(sides) == 1 else sides
     z, u = (x.astype(jnp.float32) for x in (gate, up))
     hidden = activate(z, activation) * u
-    return quantize_rows(hidden, dtype=dtype, through=through, blocks=blocks)
+    return quantize_rows(hidden, dtype=dtype, through=through, **options)
 
 
 def quantize_gated_gradients(

@@ -222,15 +222,16 @@ def test_a_pruned_model_is_what_a_pruned_run_serves(monkeypatch):
 
 
 @pytest.mark.parametrize("rivals", [["static"], *exhaustive(["torch_continuous"])])
-def test_the_command_runs_anywhere(rivals, tmp_path, capsys, monkeypatch):
-    """And writes nothing."""
+def test_the_command_runs_anywhere(rivals, tmp_path, capfd, monkeypatch):
+    """And writes nothing; its child says how far it is."""
     monkeypatch.setenv("BENCHMARK_LOCK", str(tmp_path / "lock"))  # a child takes it
     out = tmp_path / "out"
     arguments = ["--quick", "--out", str(out), "--samples", "1"]
     arguments += ["--case", "token_b2_c24_tw75"]
     arguments += ["--impl", "jaxscale", *rivals]
     assert command.main(serving.BENCHMARK, arguments) == 0
-    said = capsys.readouterr().out
+    said, far = capfd.readouterr()
+    assert "all programs are there" in far and "sample 1 of 1: " in far
     assert "read_gb_per_second" in said and "the same however" in said
     assert "density 0.25" in said and "weights_gb" in said
     assert not out.exists()
@@ -249,6 +250,35 @@ def test_the_client_of_the_server():
     assert events == tokens + len(bodies) and seconds > 0  # usage is a part, too
     assert engine.counts.finished == 7
     assert len({tuple(request.prompt) for request in engine.seen}) == 7
+
+
+def test_http_is_a_row_beside_the_same_calls_without(monkeypatch):
+    """Both of one measurement, and of these cases alone."""
+    (case,) = (c for c in serving.BENCHMARK.cases if c.name.startswith("http_"))
+    asked = []
+
+    def compare(**sizes):
+        asked.append(sizes)
+        return tuple(
+            [serving_http.Round(100, seconds, 0.002) for seconds in (at, 2 * at, at)]
+            for at in (4.0, 2.0)
+        )
+
+    monkeypatch.setattr(serving_http, "compare", compare)
+    measured = {
+        name: made.measure(case.params, 0, 3)
+        for name, made in serving.BENCHMARK.implementations.items()
+        if serving.BENCHMARK.offers(case, name)
+    }
+    assert asked == [{**case.params, "rounds": 3}]
+    assert {name: m.median for name, m in measured.items()} == {
+        "jaxscale": 4.0,
+        "llm": 2.0,
+    }
+    metrics = measured["jaxscale"].metrics
+    assert metrics == {"tokens_per_second": 25.0, "cpu_us_per_token": 20.0}
+    others = (c for c in serving.BENCHMARK.cases if c is not case)
+    assert not any(serving.BENCHMARK.offers(c, "llm") for c in others)
 
 
 def test_an_answer_that_fails_is_no_measurement():

@@ -122,9 +122,14 @@ def test_interpreted_kernels_are_the_portable_op_in_every_bit(m, k, dtype, x_dty
 def test_rows_of_any_number(rows, device):
     x = numbers(rows, 1024)
     with use_device(device), interpret_mosaic_gpu(detect_races=True):
-        found = quantize_rows(x, E4M3, implementation="mosaic_gpu")
-        found = jax.tree.map(np.asarray, found)
+        found, alone = (
+            quantize_rows(x, E4M3, columns=columns, implementation="mosaic_gpu")
+            for columns in (True, False)
+        )
+        found, alone = jax.tree.map(np.asarray, (found, alone))
     assert_same(found, quantize_rows(x, E4M3, implementation="xla"))
+    assert_same(alone[:2], found[:2])
+    assert alone.largest is None
 
 
 def computed(arrays, implementation):
