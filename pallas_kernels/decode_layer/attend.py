@@ -368,7 +368,7 @@ class Attend:
                 mine = jnp.where(number == 0, slot, following)
                 other = jnp.where(number == 0, following, slot)
                 start = split.begin + (2 * i + number) * GROUP
-                edge = start + GROUP > split.length
+                edge = start + GROUP > jnp.minimum(split.length, split.end)
                 if (window := self.cached.cut.window) is not None:
                     edge |= start <= split.length - window
                 plgpu.barrier_wait(weights["full"].at[mine])

@@ -118,7 +118,8 @@ def interpreted(problem, given, pages, num_sms, **config):
 @pytest.mark.parametrize(
     ("changes", "lengths", "new", "num_sms", "more"),
     [
-        ({}, [5, 0, 100], [1, 0, 1], 1, {}),
+        # Several splits; of one tile each, beside which is an empty one.
+        ({}, [5, 0, 250], [1, 0, 1], 1, {}),
         (LAST, [200, 0, 63], [1, 1, 1], 2, {"window": 70}),
         ({"weights": "int8"}, [5, 0, 100], [1, 0, 1], 1, {}),
     ],
