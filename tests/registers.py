@@ -16,18 +16,17 @@ from tests.compiled import compile_for_h200
 
 
 ATTENTION = ("varlen_attention", "varlen_attention_backward")
-BY_TILE = (*ATTENTION, "varlen_attention_tile_stats")
 SPARSE = ("tile_sparse_matmul", "tile_sparse_grad_values")
 CASES: dict[str, dict[str, tuple[str, ...]]] = {
     "varlen_attention": {
-        "dense_d128_l4096_causal": BY_TILE,
-        "deepseek_v2_lite": BY_TILE,
+        "dense_d128_l4096_causal": ATTENTION,
+        "deepseek_v2_lite": ATTENTION,
         "fp8_128_causal": ("varlen_attention", "transpose"),
         "fp8_256_causal": ("varlen_attention", "transpose"),
         "chunks_d128_page64": ("varlen_attention",),
         "chunks_d64_page16": ("varlen_attention",),
         "chunks_d256_page256": ("varlen_attention",),
-        "phi_3_mini": BY_TILE,
+        "phi_3_mini": ATTENTION,
         "bert_base_b16_l128": ATTENTION,
         "relative_deberta": ATTENTION,
     },

@@ -236,7 +236,7 @@ def varlen_attention(
             device=DeviceSpec.current(),
             config=config,
         )
-        return _one_program(passes, return_lse, x)
+        return _one_program(passes, x)
 
     x = Inputs(q, k, v, cu_q, cu_k, None, None, *terms, *descales)
     if not rows:
@@ -280,9 +280,9 @@ independent."""
 # another pass, would be exact.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(passes: Passes, with_lse: bool, x: Inputs) -> tuple[Array, Array]:
-    """``(out, lse)``; differentiable once in reverse mode, by lse if it is used."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(passes: Passes, x: Inputs) -> tuple[Array, Array]:
+    """``(out, lse)``; differentiable once in reverse mode."""
     out, lse, _ = passes.forward(x, False)
     return out, lse
 
@@ -290,10 +290,7 @@ def _attention(passes: Passes, with_lse: bool, x: Inputs) -> tuple[Array, Array]
 type _Residuals = tuple[Inputs, Array, Array, Array | None]
 
 
-def _attention_fwd(
-    passes: Passes, with_lse: bool, x: Inputs
-) -> tuple[tuple[Array, Array], _Residuals]:
-    del with_lse
+def _attention_fwd(passes: Passes, x: Inputs) -> tuple[tuple[Array, Array], _Residuals]:
     out, lse, rest = passes.forward(x, True)
     out, rest = checkpoint_name((out, rest), OUT_NAME)
     lse = checkpoint_name(lse, LSE_NAME)
@@ -301,10 +298,7 @@ def _attention_fwd(
 
 
 def _attention_bwd(
-    passes: Passes,
-    with_lse: bool,
-    residuals: _Residuals,
-    cotangents: tuple[Array, Array],
+    passes: Passes, residuals: _Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[Inputs]:
     x, out, lse, rest = residuals
     dout, dlse = cotangents
@@ -319,23 +313,20 @@ def _attention_bwd(
     # Summed in one pass over memory. What follows goes into what XLA makes of it for
     # the kernel, if anything, and does not take the products along.
     delta = lax.optimization_barrier(jnp.sum(dout.astype(jnp.float32) * exact, axis=-1))
-    delta = jnp.where(seen, delta - dlse if with_lse else delta, 0.0)
+    delta = jnp.where(seen, delta - dlse, 0.0)
     sinks = x.sinks
     if sinks is not None:
         # A sink is a key whose value is zero.
         logits = jnp.where(seen, sinks.astype(jnp.float32) - lse, -jnp.inf)
         of_rows = -jnp.exp(logits) * delta  # [R, T, N]
         sinks = jnp.sum(of_rows, axis=(0, 1)).astype(sinks.dtype)
-    results = None
-    if rest is not None and sinks is None and not with_lse:  # nothing but a sum
-        results = out, rest
-    grads = passes.backward(x, dout, lse, delta, results)
+    grads = passes.backward(x, dout, lse, delta)
     return (grads._replace(cu_q=None, cu_k=None, sinks=sinks),)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 # Outside of any jit, not a hundred operations.
-_one_program = jax.jit(_attention, static_argnums=(0, 1))
+_one_program = jax.jit(_attention, static_argnums=0)
 
 
 # --- Other arguments ------------------------------------------------------------------

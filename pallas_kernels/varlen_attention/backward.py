@@ -80,7 +80,6 @@ from pallas_kernels.varlen_attention.scheduler import (
     namespace,
     tile_sequences,
 )
-from pallas_kernels.varlen_attention.tile_stats import tile_stats
 
 
 FIELDS = (
@@ -172,30 +171,17 @@ def backward(
     dout: Float[Array, "R T N H"],
     lse: Float[Array, "R T N"],
     delta: Float[Array, "R T N"],
-    results: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Runs the kernel; ``(dq, dk, dv, dslopes)``.
 
-    Args:
-        problem: what to compute.
-        scores: what becomes of products.
-        blocks: the tiling.
-        x: the inputs.
-        dout: the gradient of out.
-        lse: of each query; ``-inf`` if it sees no key.
-        delta: of each query.
-        results: out and rest, where delta is no more than a sum of theirs with dout: it
-            is summed by tile, and `delta` not read.
+    `lse` must be ``inf`` for queries that see no key.
     """
     seqs = Sequences.of(x.cu_q, x.packing_of_keys, problem.queries, problem.keys)
     block_q = blocks.block_q
     q_slots = most_tiles(problem.rows, problem.queries, problem.max_seqs, block_q)
     tiles = tile_sequences(seqs.q_start, seqs.q_end, None, block_q, q_slots)
     q_table = constant(query_table(scores, blocks, seqs, tiles), x.q)
-    if results is None:
-        stats = _stats(problem, lse, delta, q_table, block_q)
-    else:
-        stats = tile_stats(problem, blocks, q_table, dout, *results, lse)
+    stats = _stats(problem, lse, delta, q_table, block_q)
     table = constant(key_table(problem, scores, blocks, seqs, tiles.first), x.q)
     slots = table.shape[0]
     extra = [] if x.slopes is None else [x.slopes]
@@ -280,9 +266,8 @@ def _stats(
     mine = (index >= first) & (index < stop)
     flat = row * problem.queries + jnp.clip(base + index, 0, problem.queries - 1)
     lse, delta = (x.reshape(-1, problem.heads)[flat] for x in (lse, delta))
-    mine = mine[..., None] & (lse > -jnp.inf)
-    lse = jnp.where(mine, lse * -LOG2E, -jnp.inf)
-    delta = jnp.where(mine, -delta, 0.0)
+    lse = jnp.where(mine[..., None], lse * -LOG2E, -jnp.inf)
+    delta = jnp.where(mine[..., None], -delta, 0.0)
     return jnp.stack([lse, delta]).transpose(3, 1, 0, 2)
 
 

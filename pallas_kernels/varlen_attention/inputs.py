@@ -156,13 +156,11 @@ class Passes(typing.Protocol):
         dout: Float[Array, "R T N Hv"],
         lse: Float[Array, "R T N"],
         delta: Float[Array, "R T N"],
-        results: tuple[Array, Array] | None = None,
     ) -> Inputs:
         """Inputs with gradients in the place of the floating arrays but the sinks.
 
         `delta` is zero for a query that sees nothing, and so is `dout`, but for rows
-        past the last sequence, which may hold anything. Where it is no more than the
-        sum of ``dout * (out + rest)``, `results` are ``(out, rest)``.
+        past the last sequence, which may hold anything.
         """
         ...
 

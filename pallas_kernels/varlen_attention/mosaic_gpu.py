@@ -168,14 +168,7 @@ class _Kernels:
             return forward_short(problem, self.scores, blocks, x, with_rest)
         return forward(problem, self.scores, blocks, x, with_rest, self.device)
 
-    def backward(
-        self,
-        x: Inputs,
-        dout: Array,
-        lse: Array,
-        delta: Array,
-        results: tuple[Array, Array] | None = None,
-    ) -> Inputs:
+    def backward(self, x: Inputs, dout: Array, lse: Array, delta: Array) -> Inputs:
         """The gradients."""
         head_dims = self.backward_dims(x)
         by_row = _by_row(x._replace(sinks=None), head_dims)
@@ -185,9 +178,7 @@ class _Kernels:
         dout = _pad(dout, by_row.v.shape[3])
         axes = varying(*jax.tree.leaves((by_row, dout)))
         run = functools.partial(self._backward, head_dims)
-        if x.v.shape[3] != dout.shape[3]:
-            results = None  # lines that the copy engine cannot read
-        grads = batched(run)(by_row, dout, lse, delta, results)
+        grads = batched(run)(by_row, dout, lse, delta)
         dq, dk, dv, *more = (as_varying(a, axes) for a in grads)
         dq, dk = (a[..., : x.q.shape[3]] for a in (dq, dk))  # [R, T or S, N or K, H]
         dv = dv[..., : x.v.shape[3]]  # [R, S, K, Hv]
@@ -209,7 +200,6 @@ class _Kernels:
         dout: Array,
         lse: Array,
         delta: Array,
-        results: tuple[Array, Array] | None,
     ) -> tuple[Array, ...]:
         x = x.with_known()
         problem = _problem(x, head_dims)
@@ -217,7 +207,8 @@ class _Kernels:
         if blocks.consumers == 1:
             run = backward_short if self.scores.relative is None else backward_relative
             return run(problem, self.scores, blocks, x, dout, lse, delta)
-        grads = backward(problem, self.scores, blocks, x, dout, lse, delta, results)
+        lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)
+        grads = backward(problem, self.scores, blocks, x, dout, lse, delta)
         return tuple(grad for grad in grads if grad is not None)
 
     def forward_blocks(self, problem: Problem) -> ForwardBlocks:

@@ -212,11 +212,8 @@ class _Kernels:
         )
         return results if with_rest else results[:2]
 
-    def backward(
-        self, x: Inputs, dout: Array, lse: Array, delta: Array, results: Any = None
-    ) -> Inputs:
+    def backward(self, x: Inputs, dout: Array, lse: Array, delta: Array) -> Inputs:
         """The gradients."""
-        del results
         by_row = x._replace(sinks=None).numbers_by_row()
         axes = varying(*jax.tree.leaves((by_row, dout)))
         grads = batched(self._backward)(by_row, dout, lse, delta)

@@ -117,11 +117,8 @@ class _Loops:
         rest = (exact - out).astype(x.q.dtype) if with_rest else None
         return out.astype(x.q.dtype), lse, rest
 
-    def backward(
-        self, x: Inputs, dout: Array, lse: Array, delta: Array, results: Any = None
-    ) -> Inputs:
+    def backward(self, x: Inputs, dout: Array, lse: Array, delta: Array) -> Inputs:
         """The gradients."""
-        del results
         run = jax.vmap(functools.partial(_backward, self), (_axes(x), 0, 0, 0))
         grads = run(x, dout, lse, delta)
         # Of all rows, [R, N] to [N].

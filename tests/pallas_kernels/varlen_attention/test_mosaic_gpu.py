@@ -311,50 +311,6 @@ def test_interpreted_kernels_equal_the_reference(name):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "shape", "options"),
-    first(
-        [
-            # Tiles that are moved up, into others' queries and before the first one.
-            (([3, 20], [3, 20]), (200, 200, 2, 1, 64), {}),
-            (([7, 1, 129], [7, 1, 129]), (144, 144, 1, 1, 128), {"causal": True}),
-            (([5, 70, 0, 9], [64, 93, 7, 0]), (96, 176, 2, 1, 96), {"window": (20, 3)}),
-            (([3, 66], [3, 66]), (80, 80, 1, 1, 256), {}),
-        ],
-        (([3, 20], [3, 20]), (200, 200, 2, 1, 64), {}),
-        (([5, 70, 0, 9], [64, 93, 7, 0]), (96, 176, 2, 1, 96), {"window": (20, 3)}),
-    ),
-)
-def test_delta_is_summed_by_tile_where_lse_is_not_used(lengths, shape, options):
-    q, k, v, dout = operands(*shape)
-    cu_q, cu_k = (np.cumsum([0, *n], dtype=np.int32) for n in lengths)
-    zeros = np.zeros((shape[0], shape[2]), np.float32)
-    want = expected(q, k, v, dout, zeros, {}, cu_q, cu_k, options)
-    blind = ~np.isfinite(want[1])
-    clean = np.where(blind[..., None], np.float32(0), dout).astype(BF16)
-    want = expected(q, k, v, clean, zeros, {}, cu_q, cu_k, options)[2]
-    dout[blind] = np.nan
-    for x, end in ((q, cu_q), (dout, cu_q), (k, cu_k), (v, cu_k)):
-        x[end[-1] :] = np.nan
-    config = MosaicGpuConfig(
-        backward=BackwardBlocks(
-            block_q=128 if shape[-1] == 64 else 64,
-            block_k=64 if shape[-1] == 256 else 128,
-        )
-    )
-
-    @jax.jit
-    def run(q, k, v, dout, *cu):
-        attend = functools.partial(kernel, config=config, **options)
-        return jax.vjp(lambda *x: attend(*x, *cu), q, k, v)[1](dout)
-
-    with use_device(one_sm), interpret_mosaic_gpu() as interpreted:
-        got = jax.tree.map(np.asarray, run(q, k, v, dout, cu_q, cu_k))
-        assert interpreted.kernels == 3
-    for x, y in zip(got, want[:3], strict=True):
-        assert relative_error(x, y) < RELATIVE[BF16]
-
-
-@pytest.mark.parametrize(
     ("head_dims", "options"),
     first(
         [((192, 128), {"causal": True}), ((160, 72), {"window": (60, 20)})],
@@ -394,7 +350,7 @@ def test_heads_are_not_copied(head_dims):
         return out, pullback(out)
 
     with use_device(H200):
-        lowered = lower_for_cuda(with_gradients, q, q, v, kernels=3)
+        lowered = lower_for_cuda(with_gradients, q, q, v, kernels=2)
     head = "|".join(f"x{n}xbf16" for n in head_dims)
     for line in lowered.splitlines():
         if "stablehlo.pad" in line or "stablehlo.slice" in line:
