@@ -304,50 +304,38 @@ def make_norm(
     return LayerNorm(features, use_bias=use_bias, **options)
 
 
-def _after_norm(
-    mlp: MLP,
-    norm: RMSNorm | LayerNorm | None,
-    x: Array,
-    residual: Array | None = None,
-) -> Array:
+def _after_norm(mlp: MLP, norm: RMSNorm | LayerNorm | None, x: Array) -> Array:
     """``mlp(norm(x))``; in fp8 the norm is rounded in the pass that computes it.
 
-    A residual is added to it. No method, since `flax.nnx.tabulate` takes no modules as
-    arguments of one.
+    No method, since `flax.nnx.tabulate` takes no modules as arguments of one.
     """
-    rounds = norm is not None and (
-        rounds_rows(mlp.inputs, x.dtype) or takes_norm(mlp.inputs, norm)
-    )
-    if rounds and not mlp.is_sparse:
-        return _dense_network(mlp, x, norm, residual)
-    out = mlp(x if norm is None else norm(x))
-    return out if residual is None else residual + out
+    if norm is None:
+        return mlp(x)
+    rounds = rounds_rows(mlp.inputs, x.dtype) or takes_norm(mlp.inputs, norm)
+    if mlp.is_sparse or not rounds:
+        return mlp(norm(x))
+    return _dense_network(mlp, x, norm)
 
 
 def _dense_network(
-    mlp: MLP,
-    x: Array,
-    norm: RMSNorm | LayerNorm | None = None,
-    residual: Array | None = None,
+    mlp: MLP, x: Array, norm: RMSNorm | LayerNorm | None = None
 ) -> Array:
     """A network whose layers are not all sparse, after a norm if there is one."""
     out = _network_in_fp8(mlp, x, norm)
     if out is None:
-        projected = project_together(mlp.inputs, x, mlp.activations, norm)
-        return _down(mlp, projected, residual)
-    return out if residual is None else residual + out
+        out = _down(mlp, project_together(mlp.inputs, x, mlp.activations, norm))
+    return out
 
 
-def _down(mlp: MLP, projected: Sequence[Array], residual: Array | None) -> Array:
-    """The end of a network, after its inputs, and what is added to it."""
+def _down(mlp: MLP, projected: Sequence[Array]) -> Array:
+    """The end of a network, after its inputs."""
     down: Any = mlp.down
     both = isinstance(mlp.joined, QuantizedLinear) and mlp.joined.shards == 1
     if both and isinstance(down, QuantizedLinear):
-        out = down.after_gate(projected[0], GATED[mlp.activation], residual)
+        out = down.after_gate(projected[0], GATED[mlp.activation])
         if out is not None:
             return out
-    out = down(mlp.join(projected))
-    return out if residual is None else residual + out
+    return down(mlp.join(projected))
 
 
 def _network_in_fp8(
@@ -377,15 +365,6 @@ def _network_in_fp8(
         norm=rms,
     )
     return None if out is None else down.add_bias(out)
-
-
-def _sum(layer: Any, h: Array, residual: Array) -> Array:
-    """``residual + layer(h)``, where both are rounded once if `layer` can."""
-    if isinstance(layer, QuantizedLinear):
-        out = layer.plus(h, residual)
-        if out is not None:
-            return out
-    return residual + layer(h)
 
 
 def norm_of_sum(
@@ -579,10 +558,11 @@ class Block(nnx.Module):
             else:
                 x = norm_of_sum(self.mlp_norm, mlp.down, mlp.hidden(x), x)
             return jax.lax.optimization_barrier(x), state
-        if self.attention_out_norm is None:
-            x = _sum(attention.out, joined, x)
-        else:
-            x = x + self.attention_out_norm(attention.out(joined))
-        if self.mlp_out_norm is None:
-            return _after_norm(mlp, self.mlp_norm, x, x), state
-        return x + self.mlp_out_norm(_after_norm(mlp, self.mlp_norm, x)), state
+        attended = attention.out(joined)
+        if self.attention_out_norm is not None:
+            attended = self.attention_out_norm(attended)
+        x = x + attended
+        h = _after_norm(mlp, self.mlp_norm, x)
+        if self.mlp_out_norm is not None:
+            h = self.mlp_out_norm(h)
+        return x + h, state

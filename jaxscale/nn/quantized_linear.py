@@ -247,34 +247,8 @@ class QuantizedLinear(Parts, nnx.Module):
         )
         return activate(self._of_rows(found, x.shape[:-1]), activation)
 
-    def plus(
-        self, x: Float[Array, "B T in"], residual: Float[Array, "B T out"]
-    ) -> Float[Array, "B T out"] | None:
-        """The projection of `x` plus a residual, rounded once.
-
-        None as of `after_norm`.
-
-        Args:
-            x: Activations.
-            residual: Of the type of the result.
-        """
-        if not self._rounds_alone(x) or not self._adds(residual):
-            return None
-        rows = quantize_rows(
-            x.reshape(-1, x.shape[-1]), self.kernel.dtype, columns=False
-        )
-        return self._of_rows(rows, x.shape[:-1], residual)
-
-    def _adds(self, residual: Array) -> bool:
-        """Whether the product is all that a residual is added to."""
-        whole = self.features == len(self.kernel) and self.bias is None
-        return whole and residual.dtype == self.out_dtype
-
     def after_gate(
-        self,
-        both: Float[Array, "B T _two"],
-        activation: str,
-        residual: Float[Array, "B T out"] | None = None,
+        self, both: Float[Array, "B T _two"], activation: str
     ) -> Float[Array, "B T out"] | None:
         """The projection of ``activation(gate) * up``, which is rounded in one pass.
 
@@ -283,7 +257,6 @@ class QuantizedLinear(Parts, nnx.Module):
         Args:
             both: Gate and up side by side.
             activation: Of the gate.
-            residual: What is added to the result, or None.
         """
         if not self._rounds_alone(both):
             return None
@@ -291,9 +264,7 @@ class QuantizedLinear(Parts, nnx.Module):
         found = quantize_gated(
             rows, None, self.kernel.dtype, activation=activation, columns=False
         )
-        if residual is None or self._adds(residual):
-            return self._of_rows(found, both.shape[:-1], residual)
-        return residual + self._of_rows(found, both.shape[:-1])
+        return self._of_rows(found, both.shape[:-1])
 
     def _rounds_alone(self, x: Float[Array, "B T _in"]) -> bool:
         """Whether `x` is read in fp8 alone, by one device."""
@@ -306,22 +277,12 @@ class QuantizedLinear(Parts, nnx.Module):
         )
 
     def _of_rows(
-        self,
-        rows: QuantizedRows,
-        tokens: tuple[int, ...],
-        residual: Float[Array, "B T out"] | None = None,
+        self, rows: QuantizedRows, tokens: tuple[int, ...]
     ) -> Float[Array, "B T out"]:
-        """The projection of what is rounded, and a residual if it `_adds` that."""
+        """The projection of what is rounded."""
         kernel, scale = self.kernel[...], self.scale[...]
-        if residual is not None:
-            residual = residual.reshape(-1, residual.shape[-1])
         out = scaled_matmul(
-            rows.data,
-            kernel,
-            rows.scale,
-            scale,
-            residual=residual,
-            out_dtype=self.out_dtype,
+            rows.data, kernel, rows.scale, scale, out_dtype=self.out_dtype
         )
         return self._add_bias(out.reshape(*tokens, -1)[..., : self.features])
 

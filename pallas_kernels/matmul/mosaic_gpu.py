@@ -430,7 +430,6 @@ def store_tile(
     consumer: Scalar,
     destination: Callable[[int], Ref | None],
     *,
-    added: Sequence[Callable[[int], Ref]] = (),
     turned: bool = False,
 ) -> None:
     """Consumer: stores its part of a tile; returns before the copies have arrived.
@@ -444,7 +443,6 @@ def store_tile(
             or on a peer; None leaves the chunk out. Rows and columns past its array are
             dropped, but not where that is one chunk wide: jax 0.11.2 then ignores the
             column, and what lies past the end must be left out.
-        added: as `destination`, what is added to a chunk before it is rounded.
         turned: store the transpose of each chunk, of 64 rows of 16 bits.
     """
     slots, width = tiles.config.store_slots, tiles.store_columns
@@ -455,9 +453,6 @@ def store_tile(
             continue
         part, column = divmod(chunk, chunks_of_part)
         values = parts[part][:, column * width : (column + 1) * width]
-        for source in added:
-            more = plgpu.load(source(chunk), layout=plgpu.Layout.WGMMA, optimized=False)
-            values = values + more.astype(jnp.float32)
         buffer = scratch["out_smem"].at[consumer, chunk % slots]
         # The copy that used this buffer before has read it. Those of the last tile had
         # the time of this one's matmuls.

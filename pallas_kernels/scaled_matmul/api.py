@@ -44,7 +44,6 @@ def scaled_matmul(
     a_scale: Float[Array, "..."],
     b_scale: Float[Array, "..."],
     *,
-    residual: Float[Array, "*B M N"] | None = None,
     out_dtype: DTypeLike = jnp.bfloat16,
     implementation: str | Sequence[str] | None = None,
     config: ScaledMatmulConfig | None = None,
@@ -73,8 +72,6 @@ def scaled_matmul(
             rounded up, for each block of 128 numbers of a row.
         b_scale: fp32 scales of b: [N], or [] for one of all. With scales of blocks of
             a, [N,K/128], or [N/128,K/128] for blocks of 128 rows, too.
-        residual: ``[*B,M,N]`` of `out_dtype`, added before y is rounded; by the kernel
-            where M and N are whole tiles, otherwise to what it has rounded.
         out_dtype: type of y.
         implementation: "mosaic_gpu" (Hopper; K a multiple of 128, N of 64), "xla", a
             sequence of these, or None for the best.
@@ -116,25 +113,15 @@ def scaled_matmul(
         device=DeviceSpec.current(),
     )
     num_columns = len(b)
-    added = [] if residual is None else [residual]
-    for x in added:
-        if x.shape != (*a.shape[:-1], num_columns) or x.dtype != call.out_dtype:
-            raise ValueError(
-                f"residual has type {x.dtype} and shape {x.shape}, expected"
-                f" {call.out_dtype} and {(*a.shape[:-1], num_columns)}, as the result"
-            )
 
-    def local(
-        a: Array, b: Array, a_scale: Array, b_scale: Array, *added: Array
-    ) -> Array:
+    def local(a: Array, b: Array, a_scale: Array, b_scale: Array) -> Array:
         rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])  # [M,K]
         if a_scale.ndim:
             a_scale = a_scale.reshape(len(rows), *a_scale.shape[a.ndim - 1 :])
         # Where devices split columns, squares may lie across the parts of two of them.
         whole = len(b) == num_columns or len(b) % DEPTH == 0
         here = dataclasses.replace(call, square=square and whole)
-        added = tuple(x.reshape(len(rows), -1) for x in added)
-        y: Any = _run(here, rows, b, a_scale, b_scale, *added)
+        y: Any = _run(rows, b, a_scale, b_scale, here)
         return y.reshape(*a.shape[:-1], y.shape[-1])  # [..,N]
 
     *rows, columns = string.ascii_lowercase[: a.ndim]
@@ -146,9 +133,8 @@ def scaled_matmul(
             (axes + "S")[: scale.ndim] if scale.ndim else ""
             for axes, scale in ((leading, a_scale), (columns, b_scale))
         ),
-        *(leading + columns for _ in added),
     ]
-    arrays = [a, b, a_scale, b_scale, *added]
+    arrays = [a, b, a_scale, b_scale]
     return by_shards(local, arrays, dims, leading + columns)(*arrays)
 
 
@@ -202,8 +188,8 @@ _NO_DERIVATIVE = (
 )
 
 
-def _run(call: _Call, *operands: Array) -> Array:
-    a, b, a_scale, *_ = operands = vary_alike(no_derivative(operands, _NO_DERIVATIVE))
+def _run(a: Array, b: Array, a_scale: Array, b_scale: Array, call: _Call) -> Array:
+    operands = vary_alike(no_derivative((a, b, a_scale, b_scale), _NO_DERIVATIVE))
     problem = ScaledProblem.of(a, b, call.out_dtype, rhs_transposed=True)
     declines = functools.partial(
         tuned_configs.declines, "scaled_matmul", problem, call.device, call.config
@@ -212,34 +198,38 @@ def _run(call: _Call, *operands: Array) -> Array:
         "scaled_matmul",
         {"mosaic_gpu": _mosaic_gpu, "xla": _xla},
         call.implementation,
-        call,
         *operands,
+        call,
         # With scales of blocks XLA multiplies in fp32.
         declines={} if a_scale.ndim == 2 else {"mosaic_gpu": declines},
     )
     return keep_mark(y, *operands)
 
 
-def _xla(call: _Call, *operands: Array) -> Array:
+def _xla(a: Array, b: Array, a_scale: Array, b_scale: Array, call: _Call) -> Array:
     no_config("scaled_matmul", call.config)
-    return xla.scaled_matmul(*operands, out_dtype=call.out_dtype)
+    return xla.scaled_matmul(a, b, a_scale, b_scale, out_dtype=call.out_dtype)
 
 
-def _mosaic_gpu(call: _Call, *operands: Array) -> Array:
-    a, b, a_scale, *_ = operands
+def _mosaic_gpu(
+    a: Array, b: Array, a_scale: Array, b_scale: Array, call: _Call
+) -> Array:
     problem = ScaledProblem.of(a, b, call.out_dtype, rhs_transposed=True)
     device, config = tuned_configs.hopper_config(
         "scaled_matmul",
         dataclasses.replace(problem, blocks=a_scale.ndim == 2),
         call.device,
         ScaledMatmulConfig,
-        arrays=operands,
+        arrays=(a, b, a_scale, b_scale),
         check=mosaic_gpu.check_problem,
         config=call.config,
         heuristic=heuristic,
     )
     return mosaic_gpu.scaled_matmul(
-        *operands,
+        a,
+        b,
+        a_scale,
+        b_scale,
         config=config,
         device=device,
         out_dtype=call.out_dtype,

@@ -437,7 +437,6 @@ def scaled_matmul(
     b: jax.Array,
     a_scale: jax.Array,
     b_scale: jax.Array,
-    residual: jax.Array | None = None,
     *,
     config: ScaledMatmulConfig,
     device: DeviceSpec,
@@ -446,16 +445,13 @@ def scaled_matmul(
 ) -> jax.Array:
     """Computes ``(a @ b.T) * scales`` on a Hopper GPU with promoted fp32 sums.
 
-    Any number of rows is served; where it is no multiple of 8, they are copied first. A
-    residual is added before the sums are rounded where tiles are whole, otherwise by
-    XLA.
+    Any number of rows is served; where it is no multiple of 8, they are copied first.
 
     Args:
         a: [M,K], float8_e4m3fn or float8_e5m2.
         b: [N,K], one of the two.
         a_scale: [M] or [], fp32; or [M,K/128] for each block of a row.
         b_scale: [N] or [], fp32; [N,K/128] if `a_scale` is by blocks.
-        residual: [M,N], what is added; None is nothing.
         config: how to cut it.
         device: the Hopper GPU that the kernel is built for.
         out_dtype: bfloat16, float16 or float32.
@@ -489,11 +485,8 @@ def scaled_matmul(
         need = tiles.smem_bytes + scales.smem_bytes
         more = scales.scratch_types()
     check_smem(need, device, f"scaled_matmul with {config}")
-    whole = not (rows % config.tile_m or len(b) % config.tile_n)
-    added = [residual] if residual is not None and whole else []
 
-    def body(a_ref, b_ref, a_scale_ref, b_scale_ref, *refs, **scratch):
-        *added_refs, out_ref = refs
+    def body(a_ref, b_ref, a_scale_ref, b_scale_ref, out_ref, **scratch):
         refs = a_scale_ref, b_scale_ref
 
         def consume(m, n, slot, consumer):
@@ -503,11 +496,8 @@ def scaled_matmul(
             else:
                 scale = scales.load(*refs, scratch, m, n, consumer)
                 sums, slot = promote_tile(tiles, scratch, consumer, slot, scale=scale)
-            view, *added_views = (
-                functools.partial(tiles.out_view, ref, m, n, consumer)
-                for ref in (out_ref, *added_refs)
-            )
-            store_tile(tiles, sums, scratch, consumer, view, added=added_views)
+            view = functools.partial(tiles.out_view, out_ref, m, n, consumer)
+            store_tile(tiles, sums, scratch, consumer, view)
             return slot
 
         load = functools.partial(load_tile, tiles, a_ref, b_ref, scratch)
@@ -519,6 +509,5 @@ def scaled_matmul(
         scratch_types=tiles.scratch_types() | more,
         kernel_name="scaled_matmul",
         **grid(config, tiles.counts, device, "scaled_matmul"),
-    )(a, b, *scales.operands(a_scale, b_scale), *added)
-    out = out[:rows]
-    return out if residual is None or added else out + residual
+    )(a, b, *scales.operands(a_scale, b_scale))
+    return out[:rows]

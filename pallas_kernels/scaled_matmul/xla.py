@@ -13,7 +13,6 @@ def scaled_matmul(
     b: jax.Array,
     a_scale: jax.Array,
     b_scale: jax.Array,
-    residual: jax.Array | None = None,
     *,
     out_dtype: DTypeLike,
 ) -> jax.Array:
@@ -24,7 +23,6 @@ def scaled_matmul(
         b: [N,K], one of the two.
         a_scale: [M] or [], fp32; [M,K/128] for each block of a row.
         b_scale: [N] or [], fp32; [N,K/128] if `a_scale` is by blocks.
-        residual: [M,N], added before the sums are rounded; None is nothing.
         out_dtype: type of the output.
 
     Returns:
@@ -44,7 +42,4 @@ def scaled_matmul(
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    sums = sums * a_scale[..., None] * b_scale  # [M,N]
-    if residual is not None:
-        sums += residual.astype(jnp.float32)
-    return sums.astype(out_dtype)
+    return (sums * a_scale[..., None] * b_scale).astype(out_dtype)  # [M,N]

@@ -76,30 +76,6 @@ def test_interpreted_kernel_equals_the_reference(m, n, k, config, num_sms, types
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "config", "rounded_once"),
-    [
-        (256, 128, SMALL, True),
-        (128, 512, WIDE, True),  # two promotions, and tiles that follow each other
-        (64, 384, FLAT, True),
-        (192, 128, SMALL, False),  # half a tile
-        (64, 320, FLAT, False),
-    ],
-)
-def test_a_residual_is_added(m, n, config, rounded_once):
-    """Before the sums are rounded, where tiles are whole."""
-    arrays = operands(m, n, 256)
-    want = np.asarray(reference.scaled_matmul(*arrays))
-    # Of the size of each product, so that rounding it first shows.
-    noise = jax.random.normal(jax.random.key(1), (m, n))
-    residual = (want * (1 + 0.1 * noise)).astype(jnp.bfloat16)
-    y = interpreted(arrays, config, residual=residual)
-    want = want + np.asarray(residual, np.float32)
-    assert relative_error(y, want) < RELATIVE[y.dtype]
-    once = want.astype(jnp.bfloat16)
-    assert (np.mean(y != once) < 1e-2) == rounded_once
-
-
-@pytest.mark.parametrize(
     ("m", "n", "k", "config", "num_sms", "square"),
     [
         (131, 192, 384, SMALL, 1, True),
