@@ -182,6 +182,8 @@ def run(
     state: Any,
     variants: Sequence[AttentionConfig],
     implementation: str,
+    *,
+    attend: bool,
 ) -> tuple[Float[Array, "B 1 D"], Any]:
     """The residual stream after the last block, and the state.
 
@@ -191,12 +193,13 @@ def run(
         state: The state of attention, of type `PagedRows`.
         variants: The attention of each layer.
         implementation: Of `pallas_kernels.decode_layer.decode_layer`.
+        attend: Have attention over pages in the launches where it can be.
     """
     block: Any = blocks[0]
     attention, axis, workspace = block.attention, _axis(block), state.workspace
     pruned = _are_pruned(blocks)
-    attends = implementation == "mosaic_gpu" and not pruned
-    if attends and _attends(blocks, x, state, variants):
+    attend = attend and implementation == "mosaic_gpu" and not pruned
+    if attend and _attends(blocks, x, state, variants):
         return _run_attending(blocks, x, state, variants)
 
     def layer(

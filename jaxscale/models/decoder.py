@@ -77,9 +77,10 @@ class Decoder(Pretrained, nnx.Module):
     """Implementation of `pallas_kernels.decode_layer.decode_layer` with which few
     requests decode, ``"mosaic_gpu"`` or ``"xla"``, where the layers allow it; None runs
     block by block. ``"auto"`` is the kernel up to 32 rows, where it is faster, over
-    several GPUs on two H200s alone. There it needs a workspace in the state
-    (`PagedRows.workspace`), as the engine makes it. Set it on a model that
-    `for_inference` returned.
+    several GPUs on two H200s alone, where it needs a workspace in the state
+    (`PagedRows.workspace`), as the engine makes it. By name the kernel also computes
+    attention over pages where it can; long contexts have not been timed so. Set it on
+    a model that `for_inference` returned.
     """
 
     @explain_keywords
@@ -363,7 +364,9 @@ class Decoder(Pretrained, nnx.Module):
         if name == "auto":
             name = decode_layers.faster(blocks, len(x))
         if name and decode_layers.runs(blocks, x, state, variants, name):
-            return decode_layers.run(blocks, x, state, variants, name)
+            # With attention in the launches long contexts have not been timed yet.
+            attend = self.decode_layer != "auto"
+            return decode_layers.run(blocks, x, state, variants, name, attend=attend)
         return run_stack(
             blocks,
             x,

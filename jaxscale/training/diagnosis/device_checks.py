@@ -130,9 +130,11 @@ def host_link(devices: Sequence[Any], sizes: Sizes) -> Iterator[Measurement]:
         pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
         there = jax.device_put(content, pinned)
         back = functools.partial(jax.device_put, on_device, pinned)
-    value = _rate(lambda: jax.device_put(there, here), sizes.transfer)
+    # Each is waited for: transfers may end in another order than they began.
+    to = functools.partial(jax.device_put, there, here)
+    value = _rate(lambda: jax.block_until_ready(to()), sizes.transfer)
     yield _measurement("from the host", devices, value, "B/s")
-    value = _rate(back, sizes.transfer)
+    value = _rate(lambda: jax.block_until_ready(back()), sizes.transfer)
     same = np.array_equal(np.asarray(back()), content)
     problem = "" if same else "what came back from it is not what was sent"
     yield _measurement("to the host", devices, value, "B/s", problem=problem)
