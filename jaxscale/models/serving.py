@@ -57,7 +57,7 @@ def for_inference[Model: nnx.Module](model: Model, mesh: Mesh | None = None) -> 
         if not is_abstract(result):
             result = place(result, mesh, rules)
     result = compiled(lambda model: prepared_model(model, sizes), result, mesh, rules)
-    if not sizes:
+    if not (sizes or is_abstract(result)):
         share_out(result.blocks)
     return result
 

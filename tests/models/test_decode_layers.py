@@ -255,7 +255,7 @@ DENSE = [("value",), ("query", "value", "gate", "up", "down"), ("key", "value", 
 """Layers of a pruned model that stay dense, block by block."""
 
 
-def pruned(model, tile=128, dense=((),) * 3):
+def pruned(model, tile=128, dense=((),) * 3, served=True):
     """Three quarters of the rows of each tile left out, and columns of some queries."""
 
     def convert(path, layer):
@@ -281,7 +281,7 @@ def pruned(model, tile=128, dense=((),) * 3):
         names = [n for n in linears(block) if n.rpartition(".")[2] not in stay]
         layers = {n: functools.partial(convert, n) for n in names}
         model.blocks[i] = replace_linears(block, layers)
-    return model.for_inference()
+    return model.for_inference() if served else model
 
 
 def apart(dtype=jnp.float32):
@@ -289,6 +289,14 @@ def apart(dtype=jnp.float32):
     config = dataclasses.replace(llama_tiny(), num_layers=3, **WIDE)
     model = Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
     return unstacked(model)
+
+
+def test_shapes_of_a_pruned_model_have_no_plan():
+    with use_device(H200):
+        model = pruned(apart(jnp.bfloat16), served=False)
+        shapes = jax.eval_shape(lambda model: model, model).for_inference()
+        assert shapes.blocks[0].shares is None
+        assert model.for_inference().blocks[0].shares is not None
 
 
 @pytest.mark.parametrize("dense", [((),) * 3, DENSE])
