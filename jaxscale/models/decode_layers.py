@@ -4,10 +4,10 @@ Layers as of LLaMA take `pallas_kernels.decode_layer` in place of twelve launche
 follows the attention of a layer and what precedes that of the next are one kernel. On
 one GPU, with dense weights and pages in bfloat16, the attention can be in it, too. It
 is for weights in bfloat16, dense or pruned, or all in the same 8 bits, and up to 64
-rows of one token; all else runs block by block (`jaxscale.models.stack`). On several GPUs
-that split heads and hidden features the kernel adds up over them, in the workspace of
-all-reduces (`jaxscale.sharding.decode_all_reduce`); pruned models are for one GPU. Of
-these, layers may keep dense weights, and only some of queries, keys and values be
+rows of one token; all else runs block by block (`jaxscale.models.stack`). On several
+GPUs that split heads and hidden features the kernel adds up over them, in the workspace
+of all-reduces (`jaxscale.sharding.decode_all_reduce`); pruned models are for one GPU.
+Of these, layers may keep dense weights, and only some of queries, keys and values be
 pruned: `share_out` plans for all weights alike how blocks of the GPU share them.
 
 Legend: B rows, T tokens of a row, D model.
