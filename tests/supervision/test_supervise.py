@@ -428,13 +428,17 @@ def test_a_host_that_computes_wrong_values_again_is_left_out(tmp_path):
     executor(tmp_path, "a")
     executor(tmp_path, "b")
     reach(tmp_path, 2)
+    # Two: where the last checkpoint comes late, there is a cycle more, and one of them
+    # is left out as well.
     executor(tmp_path, "c")
+    executor(tmp_path, "d")
     assert job.wait(WAIT) == 4  # it is always at the same step
     said = (tmp_path / "driver.txt").read_text()
     assert "suspects: rank 1: its values are not those of most replicas" in said
     assert "host b is not used any more: it computed wrong values again" in said
     assert (tmp_path / "checked").read_text().split()[:2] == ["b", "b"]
-    assert "cycle 2: 2 ranks on a, b" in said and "cycle 3: 2 ranks on a, c" in said
+    assert "cycle 2: 2 ranks on a, b" in said
+    assert re.search("cycle 3: 2 ranks on a, [cd]", said)
     nothing_runs(tmp_path)
 
 

@@ -249,7 +249,7 @@ def test_what_the_kernel_refuses():
         tensor_parallel_decode_layer(
             *arguments(problem, operands(problem)), None, **kernel
         )
-    sparse = dataclasses.replace(problem, kept=(Kept(tiles=2, room=64),) * 4)
+    sparse = dataclasses.replace(problem, kept=((Kept(tiles=2, room=64),),) * 4)
     sparse.check()
     with pytest.raises(Unsupported, match="tile-sparse weights over 2 devices"):
         dataclasses.replace(sparse, devices=2).check()
