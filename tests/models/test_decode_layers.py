@@ -318,7 +318,7 @@ def test_pruned_layers_take_the_kernel_whatever_stays_dense():
         for dense in (((),) * 3, DENSE):
             model = pruned(apart(jnp.bfloat16), dense=dense)
             assert chosen(model) and chosen(model, 32)
-        assert decode_layers.faster(model.blocks, 1) is None  # not timed
+        assert decode_layers.faster(model.blocks, 1) is None  # no faster
         model.blocks[1] = make(jnp.bfloat16, **WIDE).blocks[1]  # no plan
         assert not chosen(model)
         assert not chosen(pruned(apart(jnp.bfloat16), tile=64))
